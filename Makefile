@@ -1,0 +1,37 @@
+# The two commands: `make serve` and `make test`. Both set the environment up first.
+PYTHON := .venv/bin/python
+READY := .venv/.ready
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test lint format wheel-test clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo '  ARGS="..."        is passed on to the tool or to pytest, e.g. make serve ARGS="--port 8080"'
+
+$(READY): pyproject.toml tools/bootstrap.sh
+	@tools/bootstrap.sh
+
+setup: $(READY)  ## make .venv with the tested packages (the other targets do it themselves)
+
+serve: $(READY)  ## serve a small built-in GPT on the CPU: 2 replicas behind the coordinator
+	@$(PYTHON) tools/serve.py $(ARGS)
+
+test: $(READY)  ## run all tests
+	@$(PYTHON) -m pytest $(ARGS)
+
+lint: $(READY)  ## lint, format check and type check
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m mypy megatron/core/inference/coordinator tools
+
+format: $(READY)  ## format the code and mend what ruff can
+	@$(PYTHON) -m ruff check --fix .
+	@$(PYTHON) -m ruff format .
+
+wheel-test: $(READY)  ## build the wheel, install it beside megatron-core, uninstall it again
+	@tools/wheel_test.sh
+
+clean:  ## remove what set-up and builds made
+	rm -rf .venv .bootstrap build dist *.egg-info

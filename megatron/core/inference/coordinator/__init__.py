@@ -1,0 +1,1 @@
+"""Prefix-affinity routing for megatron-core's data-parallel inference coordinator."""

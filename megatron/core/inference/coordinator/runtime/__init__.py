@@ -1,0 +1,1 @@
+"""Everything that touches sockets, processes, clocks, torch.distributed or HTTP."""

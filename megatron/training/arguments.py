@@ -1,0 +1,1 @@
+"""Command-line flags of prefix-affinity routing, as an extra_args_provider."""
