@@ -1,1 +1,61 @@
-"""Command-line flags of prefix-affinity routing, as an extra_args_provider."""
+"""Command-line flags of prefix-affinity routing, as an `extra_args_provider` for Megatron.
+
+The file stands where Megatron's users look for flags, and is imported as
+`megatron.core.inference.coordinator.arguments` (a symbolic link): the path
+`megatron/training/arguments.py` in site-packages belongs to megatron-core's wheel.
+"""
+
+import argparse
+from dataclasses import fields
+from enum import Enum
+
+from megatron.core.inference.coordinator.settings import (
+    RoutingSettings,
+    SettingsError,
+    flag,
+    options,
+)
+
+
+def add_prefix_routing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the routing flags; one that megatron-core has already is adjusted instead.
+
+    Args:
+        parser: Megatron's parser, e.g. in `parse_and_validate_args(extra_args_provider=…)`.
+
+    Returns:
+        The same parser.
+    """
+    group = parser.add_argument_group("prefix-affinity routing")
+    for field in fields(RoutingSettings):
+        option, default = options()[field.name], field.default
+        is_enum = isinstance(default, Enum)
+        shown = default.value if isinstance(default, Enum) else default
+        limits = f" Must be {option.range_text}." if option.range_text else ""
+        text = f"{option.help}{limits} Default: {shown}."
+        name = flag(field.name)
+        existing = parser._option_string_actions.get(name)
+        if existing is not None:
+            existing.default, existing.help = shown, text
+            parser.set_defaults(**{existing.dest: shown})
+        elif is_enum:
+            choices = [member.value for member in type(default)]
+            group.add_argument(name, default=shown, choices=choices, help=text)
+        else:
+            group.add_argument(name, default=shown, type=type(default), help=text)
+    return parser
+
+
+def routing_settings_from_args(args: argparse.Namespace) -> RoutingSettings:
+    """The routing settings that parsed arguments ask for.
+
+    Raises:
+        SettingsError: A value is out of its range or contradicts another; says what to do.
+    """
+    settings = RoutingSettings.from_mapping(vars(args))
+    if settings.burst_cap and settings.coordinator_policy.value == "load_balanced":
+        raise SettingsError(
+            f"{flag('burst_cap')} has no effect with {flag('coordinator_policy')} load_balanced, "
+            "under which no prompt is compared with another; leave one of them out"
+        )
+    return settings

@@ -1,0 +1,158 @@
+"""The ledger of requests: one record each, and the only ways to change it.
+
+A request is admitted, assigned to a rank and finished, or it loses its client or its rank on the
+way. A rank's load is the number of records that it has: it is counted, never kept beside them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.inference.coordinator.index import Lease
+from megatron.core.inference.coordinator.messages import SubmitRequest
+
+
+class LedgerError(Exception):
+    """A request id is unknown, or is used twice: a fault of the caller."""
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """All there is to know of one request.
+
+    Attributes:
+        request_id: The coordinator's number for it.
+        client: Identity of who asked; None once the client is gone.
+        client_request_id: The client's name for it.
+        message: What the client sent.
+        rank: Number of the rank that has it; None while it waits.
+        lease: Its hold on the index, if its prompt was hashed.
+        blocks: Full blocks of its prompt that were hashed.
+        prompt_tokens: Length of its prompt, -1 if unknown.
+        predicted_tokens: Prefill that the engine was expected to skip when it was routed, tokens.
+        chain: Hash of its last full block, which names the whole chain; None if not hashed.
+    """
+
+    request_id: int
+    client: bytes | None
+    client_request_id: Any
+    message: SubmitRequest
+    rank: int | None = None
+    lease: Lease | None = None
+    blocks: int = 0
+    prompt_tokens: int = -1
+    predicted_tokens: int = 0
+    chain: int | None = None
+
+
+class Ledger:
+    """Every request that is waiting or in flight."""
+
+    def __init__(self):
+        self._next_id = 0
+        self._records: dict[int, RequestRecord] = {}
+        self._waiting: dict[int, RequestRecord] = {}
+        self._by_rank: dict[int, dict[int, RequestRecord]] = {}
+        self._by_client: dict[bytes, dict[int, RequestRecord]] = {}
+
+    def __len__(self) -> int:
+        """Requests waiting or in flight."""
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[RequestRecord]:
+        return iter(self._records.values())
+
+    @property
+    def waiting(self) -> list[RequestRecord]:
+        """Requests without a rank, in the order of their arrival."""
+        return list(self._waiting.values())
+
+    @property
+    def assigned(self) -> int:
+        """Requests in flight."""
+        return len(self._records) - len(self._waiting)
+
+    def load(self, rank: int) -> int:
+        """Requests that a rank has and has not answered."""
+        return len(self._by_rank.get(rank, ()))
+
+    def admit(self, client: bytes, message: SubmitRequest) -> RequestRecord:
+        """Open a record under a number never used before."""
+        record = RequestRecord(self._next_id, client, message.client_request_id, message)
+        record.prompt_tokens = message.prompt_tokens
+        self._next_id += 1
+        self._records[record.request_id] = record
+        self._waiting[record.request_id] = record
+        self._by_client.setdefault(client, {})[record.request_id] = record
+        return record
+
+    def assign(self, request_id: int, rank: int) -> None:
+        """Give a waiting request to a rank.
+
+        Raises:
+            LedgerError: There is no such request, or it has a rank already.
+        """
+        record = self._waiting.pop(request_id, None)
+        if record is None:
+            raise LedgerError(f"request {request_id} is not waiting")
+        record.rank = rank
+        self._by_rank.setdefault(rank, {})[request_id] = record
+
+    def held_by(self, request_id: int, rank: int) -> bool:
+        """Whether this rank has this request in flight."""
+        return request_id in self._by_rank.get(rank, ())
+
+    def finish(self, request_id: int) -> RequestRecord:
+        """Close a record: it was answered, or it never will be.
+
+        Raises:
+            LedgerError: There is no such request, or it is finished already.
+        """
+        record = self._records.pop(request_id, None)
+        if record is None:
+            raise LedgerError(f"request {request_id} is unknown or finished")
+        self._waiting.pop(request_id, None)
+        if record.rank is not None:
+            _take(self._by_rank, record.rank, request_id)
+        if record.client is not None:
+            _take(self._by_client, record.client, request_id)
+        return record
+
+    def lose_client(self, client: bytes) -> int:
+        """The client is gone: what waits is closed, what runs goes on for nobody.
+
+        Returns:
+            How many of its requests are still running.
+        """
+        records = self._by_client.pop(client, {})
+        for record in records.values():
+            record.client = None
+            if record.rank is None:
+                self.finish(record.request_id)
+        return sum(record.rank is not None for record in records.values())
+
+    def lose_rank(self, rank: int) -> list[RequestRecord]:
+        """The rank is gone: close its records and return them, oldest first."""
+        return [self.finish(request_id) for request_id in list(self._by_rank.get(rank, ()))]
+
+    def check_integrity(self) -> None:
+        """Compare every view with the records.
+
+        Raises:
+            AssertionError: A view and the records differ.
+        """
+        records = self._records
+        assert self._waiting == {i: r for i, r in records.items() if r.rank is None}
+        for views, key in ((self._by_rank, "rank"), (self._by_client, "client")):
+            for owner, view in views.items():
+                assert view, f"an empty view of {key} {owner!r} was left behind"
+                assert view == {i: r for i, r in records.items() if getattr(r, key) == owner}
+            owners = {getattr(r, key) for r in records.values()} - {None}
+            assert owners == set(views), f"the views by {key} differ from the records"
+
+
+def _take(views: dict, owner: Any, request_id: int) -> None:
+    view = views[owner]
+    del view[request_id]
+    if not view:
+        del views[owner]

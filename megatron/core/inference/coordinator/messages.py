@@ -1,0 +1,337 @@
+"""One dataclass per message, grouped by who receives it, and the effects of handling one.
+
+Bodies (`sampling`, `prompt`, `body`, …) are bytes that nobody here looks into. How messages become
+frames, and what released megatron-core peers say instead, is `runtime/wire.py`'s business.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Any
+
+from megatron.core.inference.coordinator.lifecycle import FleetState, Signal
+
+
+class Header(IntEnum):
+    """First item of every message's metadata, besides the control signals of `lifecycle.Signal`.
+
+    22 to 26 and 81 are taken by newer megatron-core; what the released peers do not know starts
+    at 30.
+    """
+
+    CONNECT = 0
+    CONNECT_ACK = 1
+    SUBMIT_REQUEST = 20
+    ENGINE_REPLY = 21
+    REGISTER = 30
+    REGISTER_ACK = 31
+    REQUEST_ERROR = 33
+    PING = 34
+    PONG = 35
+    REGISTER_AGAIN = 36
+    DISCONNECT = 60
+    SHUTDOWN = 61
+
+
+class ErrorCode(StrEnum):
+    """Why a request got no answer; travels in REQUEST_ERROR."""
+
+    NO_REPLICA = "no_replica"
+    REPLICA_LOST = "replica_lost"
+    NOT_CONNECTED = "not_connected"
+
+
+# --- to the coordinator ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """A client introduces itself.
+
+    Attributes:
+        version: Its protocol version; None for a released client, which has none.
+        text_prompts: It has no tokenizer: prompts may be text, and replies must hold text.
+    """
+
+    version: int | None
+    text_prompts: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitRequest:
+    """A client asks for a completion.
+
+    Attributes:
+        client_request_id: The client's own name for it, given back with the answer.
+        prompt_tokens: Length of the prompt; -1 when the client does not know it.
+        sampling: Packed sampling parameters.
+        prompt: Packed prompt: text or token ids.
+        hashes: Packed block hashes; None means not hashed, empty means no full block.
+    """
+
+    client_request_id: Any
+    prompt_tokens: int
+    sampling: bytes
+    prompt: bytes
+    hashes: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """A control signal: from a client to the coordinator, or from it to an engine."""
+
+    signal: Signal
+    args: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """A client ends the coordinator; the engines are not told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """A replica offers itself.
+
+    Attributes:
+        version: Its protocol version; None for a released engine, whose other fields are unknown.
+        replica: Id of the job it belongs to.
+        dp_rank: Its data-parallel rank in that job.
+        weight_epoch: Epoch of the weights it holds.
+        max_requests: Requests it can run at once.
+        block_size: Tokens in one of its cache blocks; 0 when it caches no prefixes.
+        total_blocks: Blocks in its cache.
+        eviction: Its eviction policy, `lru` or `ref_zero`.
+    """
+
+    version: int | None
+    replica: str = ""
+    dp_rank: int = 0
+    weight_epoch: int = 0
+    max_requests: int = 0
+    block_size: int = 0
+    total_blocks: int = 0
+    eviction: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One finished request.
+
+    Attributes:
+        request_id: The coordinator's number for it.
+        status: Name of the engine's final status, e.g. COMPLETED or FAILED.
+        cached_tokens: Prompt tokens whose prefill was skipped; -1 when the engine does not tell.
+        weight_epoch: Epoch it was computed under; -1 when the engine does not tell.
+        body: The packed reply.
+    """
+
+    request_id: int
+    status: str
+    cached_tokens: int
+    weight_epoch: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReply:
+    """An engine's finished requests of one step."""
+
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """An engine's answer to Ping."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """An engine or a client takes its leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """What a peer sent is no message of this protocol.
+
+    Attributes:
+        reason: What is wrong with it.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The runtime found that nothing can be sent to this peer any more.
+
+    Attributes:
+        undelivered: Id of the request that could not be handed to it, if it was one.
+    """
+
+    undelivered: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed: the runtime says so about once a second, from no peer."""
+
+
+# --- to a client -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectAck:
+    """The client is known from here on.
+
+    Attributes:
+        version: The coordinator's protocol version.
+        signal: The signal policy in force, which tells whether to hash.
+        block_size: Tokens in a block; 0 when nothing is cached.
+        weight_epoch: The present weight epoch.
+    """
+
+    version: int
+    signal: str
+    block_size: int
+    weight_epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A client's answer."""
+
+    client_request_id: Any
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RequestError:
+    """A client's request that got no answer.
+
+    Attributes:
+        client_request_id: The client's own name for it.
+        code: An `ErrorCode`.
+        text: Whose fault it is, and what to do.
+    """
+
+    client_request_id: Any
+    code: str
+    text: str
+
+
+# --- to an engine ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A request handed to an engine; its id is unique per attempt."""
+
+    request_id: int
+    weight_epoch: int
+    sampling: bytes
+    prompt: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterAck:
+    """The replica is part of the fleet.
+
+    Attributes:
+        rank: Its number in the coordinator.
+        generation: How often this rank has registered.
+        weight_epoch: The epoch in force.
+        state: What the fleet is at present.
+    """
+
+    rank: int
+    generation: int
+    weight_epoch: int
+    state: FleetState
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Asks an engine whether it is there; sending it also finds broken connections."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterAgain:
+    """Tells an engine that it is not, or no longer, part of the fleet."""
+
+
+# --- in and out --------------------------------------------------------------------------------
+
+ToCoordinator = (
+    Connect
+    | SubmitRequest
+    | Control
+    | Shutdown
+    | Register
+    | EngineReply
+    | Pong
+    | Disconnect
+    | Malformed
+    | PeerLost
+    | Tick
+)
+FromCoordinator = (
+    ConnectAck | Reply | RequestError | EngineRequest | Control | RegisterAck | Ping | RegisterAgain
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A message and the identity of the peer that sent it (empty for `Tick`)."""
+
+    peer: bytes
+    message: ToCoordinator
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Effect: send a message to a peer."""
+
+    peer: bytes
+    message: FromCoordinator
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Effect: say something. `event` is constant; what varies is in `fields`.
+
+    Attributes:
+        event: Constant name.
+        fields: What varies.
+        warning: Whether it deserves attention.
+        peer: Who could cause any number of these; the runtime says each event once per peer.
+    """
+
+    event: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    warning: bool = False
+    peer: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Effect: one answered request, for those who study decisions (`CoordinatorSettings.trace`)."""
+
+    request_id: int
+    rank: int
+    blocks: int
+    prompt_tokens: int
+    predicted_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Effect: end the coordinator."""
+
+
+Effect = Send | Log | Trace | Stop

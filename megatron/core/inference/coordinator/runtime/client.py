@@ -1,0 +1,280 @@
+"""The client of a coordinator: submits requests, receives answers, sends control signals."""
+
+import asyncio
+import logging
+import time
+import uuid
+from typing import Any
+
+import numpy as np
+import zmq
+from megatron.core.inference.inference_request import DynamicInferenceRequest
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.utils import get_asyncio_loop
+
+from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.hashing import block_hashes, pack_hashes
+from megatron.core.inference.coordinator.lifecycle import Signal
+from megatron.core.inference.coordinator.policies import routes_on_prefix
+from megatron.core.inference.coordinator.runtime import released, sockets, text, wire
+from megatron.core.inference.coordinator.settings import PROTOCOL_VERSION
+
+logger = logging.getLogger(__name__)
+
+_RETRYABLE = frozenset({m.ErrorCode.NO_REPLICA, m.ErrorCode.REPLICA_LOST})
+
+
+class CoordinatorUnreachable(ConnectionError):
+    """No coordinator answered; the text says what was tried."""
+
+
+class RequestFailed(RuntimeError):
+    """The coordinator answered a request with an error.
+
+    Attributes:
+        code: An `ErrorCode`.
+        retryable: Whether the same request may succeed when it is sent again.
+    """
+
+    def __init__(self, code: str, text: str):
+        super().__init__(text)
+        self.code = code
+        self.retryable = code in _RETRYABLE
+
+
+class InferenceClient:
+    """Submits requests to a coordinator, for use inside an asyncio event loop.
+
+    It hashes prompts when the coordinator routes on prefixes, so that the coordinator needs not
+    look into them. Not thread-safe: call it from the thread that runs the loop.
+
+    Args:
+        inference_coordinator_address: The coordinator's, e.g. tcp://127.0.0.1:5000.
+        deserialize: Answers are `DynamicInferenceRequest` objects instead of dicts.
+        tokenizer: With a Megatron tokenizer, text prompts are tokenized here, as the engine
+            would, and routed on their prefix. Without one they travel as text and are routed to
+            the least loaded rank, and the engine's end detokenizes.
+        connect_timeout: Seconds to wait for the coordinator in `start`.
+
+    Raises:
+        ValueError: The address is none.
+    """
+
+    def __init__(
+        self,
+        inference_coordinator_address: str,
+        deserialize: bool = False,
+        tokenizer: Any = None,
+        *,
+        connect_timeout: float = 60.0,
+    ):
+        self.address = inference_coordinator_address
+        self.deserialize = deserialize
+        self.tokenizer = tokenizer
+        self.connect_timeout = connect_timeout
+        self.context = zmq.Context()
+        identity = b"client-" + uuid.uuid4().bytes
+        self.socket = sockets.dealer(self.context, self.address, identity)
+        self.completion_futures: dict[int, asyncio.Future] = {}
+        self.request_submission_times: dict[int, float] = {}
+        self.next_request_id = 0
+        self.unhashed_requests = 0
+        self._prompt_texts: dict[int, str] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._hashed = False
+        self._block_size = 0
+
+    # --- connecting --------------------------------------------------------------------------
+
+    def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Connect to the coordinator and begin to receive answers.
+
+        Args:
+            loop: The event loop that answers arrive on; the running one by default.
+
+        Raises:
+            CoordinatorUnreachable: Nothing, or something else than our coordinator, answered.
+        """
+        self._loop = get_asyncio_loop(loop)
+        acknowledgement = self._handshake()
+        self._block_size = acknowledgement.block_size
+        self._hashed = routes_on_prefix(acknowledgement.signal) and self._block_size > 0
+        self._loop.add_reader(self.socket.getsockopt(zmq.FD), self._on_readable)
+        self._loop.call_soon_threadsafe(self._on_readable)
+
+    def _handshake(self) -> m.ConnectAck:
+        tried = f"{self.address} (CONNECT, protocol {PROTOCOL_VERSION})"
+        self._send(m.Connect(PROTOCOL_VERSION, text_prompts=self.tokenizer is None))
+        if not self.socket.poll(self.connect_timeout * 1000):
+            raise CoordinatorUnreachable(
+                f"no answer from {tried} within {self.connect_timeout:g} s; is the coordinator "
+                "running, and is this its address?"
+            )
+        try:
+            message = wire.decode_from_coordinator(self.socket.recv_multipart())
+        except wire.WireError:
+            message = None
+        if isinstance(message, m.RequestError):
+            raise CoordinatorUnreachable(f"{tried} refused: {message.text}")
+        if not isinstance(message, m.ConnectAck):
+            raise CoordinatorUnreachable(
+                f"{tried} answers, but is no prefix-routing coordinator; call "
+                "megatron.core.inference.coordinator.patch() where it is started"
+            )
+        return message
+
+    def stop(self) -> None:
+        """Cancel what is unanswered and close the connection. Calling it again does nothing."""
+        if self.socket.closed:
+            return
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self.socket.getsockopt(zmq.FD))
+        for future in list(self.completion_futures.values()):
+            future.cancel()
+        self.completion_futures.clear()
+        self._send(m.Disconnect())
+        self.socket.close(linger=100)
+        self.context.term()
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def add_request(
+        self, prompt: str | list[int] | np.ndarray, sampling_params: SamplingParams
+    ) -> asyncio.Future:
+        """Submit a request.
+
+        Args:
+            prompt: Text, or token ids of shape [n].
+            sampling_params: How to sample.
+
+        Returns:
+            A future of the answer: a dict, or a `DynamicInferenceRequest` with `deserialize`.
+            It raises `RequestFailed` when the coordinator answers with an error. Cancelling it
+            drops the answer.
+
+        Raises:
+            RuntimeError: No event loop is running, or `start` was not called.
+        """
+        if self._loop is None:
+            raise RuntimeError("call start() before add_request()")
+        future = asyncio.get_running_loop().create_future()
+        request_id = self.next_request_id
+        self.next_request_id += 1
+        self._send(self._submission(request_id, prompt, sampling_params))
+        self.completion_futures[request_id] = future
+        self.request_submission_times[request_id] = time.perf_counter()
+        future.add_done_callback(lambda done: self._forget(request_id))
+        return future
+
+    def _submission(
+        self, request_id: int, prompt: str | list[int] | np.ndarray, sampling_params: SamplingParams
+    ) -> m.SubmitRequest:
+        sampling = sampling_params.serialize()
+        if isinstance(prompt, str) and self.tokenizer is not None:
+            self._prompt_texts[request_id] = prompt
+            prompt = text.tokenize(self.tokenizer, prompt, bool(sampling.get("add_BOS")))
+        if self.tokenizer is None:
+            sampling[released.DETOKENIZE] = True
+        if isinstance(prompt, str):
+            self._count_unhashed()
+            return m.SubmitRequest(request_id, -1, wire.pack(sampling), wire.pack(prompt))
+        hashes = pack_hashes(block_hashes(prompt, self._block_size)) if self._hashed else None
+        tokens = prompt if isinstance(prompt, list) else np.asarray(prompt).tolist()
+        packed = wire.pack(tokens)
+        return m.SubmitRequest(request_id, len(tokens), wire.pack(sampling), packed, hashes)
+
+    def _count_unhashed(self) -> None:
+        self.unhashed_requests += 1
+        if self._hashed and self.unhashed_requests == 1:
+            logger.warning(
+                "text_prompt_not_hashed: this client has no tokenizer, so its text prompts are "
+                "routed by load alone; give InferenceClient a tokenizer"
+            )
+
+    def _forget(self, request_id: int) -> None:
+        self.completion_futures.pop(request_id, None)
+        self.request_submission_times.pop(request_id, None)
+        self._prompt_texts.pop(request_id, None)
+
+    # --- receiving ---------------------------------------------------------------------------
+
+    def _on_readable(self) -> None:
+        # The file descriptor of a ZeroMQ socket signals once: take all there is.
+        while not self.socket.closed:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._receive(wire.decode_from_coordinator(frames))
+            except Exception:
+                logger.exception("answer_refused")
+
+    def _receive(self, message: m.FromCoordinator) -> None:
+        match message:
+            case m.Reply():
+                self._resolve(message)
+            case m.RequestError():
+                future = self.completion_futures.get(message.client_request_id)
+                if future is not None and not future.done():
+                    future.set_exception(RequestFailed(message.code, message.text))
+            case m.Ping(number=number):
+                self._send(m.Pong(number))
+
+    def _resolve(self, message: m.Reply) -> None:
+        request_id = message.client_request_id
+        future = self.completion_futures.get(request_id)
+        if future is None or future.done():
+            return  # cancelled; whoever asked does not want it any more
+        reply = wire.unpack(message.body)
+        reply["latency"] = time.perf_counter() - self.request_submission_times[request_id]
+        if request_id in self._prompt_texts:
+            reply["prompt"] = self._prompt_texts[request_id]
+        if self.tokenizer is not None and reply.get("generated_text") is None:
+            reply["generated_text"] = text.generated_text(self.tokenizer, reply)
+        answer = DynamicInferenceRequest.deserialize(reply) if self.deserialize else reply
+        future.set_result(answer)
+
+    # --- control signals ---------------------------------------------------------------------
+
+    def pause_engines(self) -> None:
+        """Let all engines finish their step and wait. Await `engine.paused` for confirmation."""
+        self._send(m.Control(Signal.PAUSE))
+
+    def unpause_engines(self) -> None:
+        """Let paused engines go on."""
+        self._send(m.Control(Signal.UNPAUSE))
+
+    def suspend_engines(self) -> None:
+        """Let paused engines give their memory back."""
+        self._send(m.Control(Signal.SUSPEND))
+
+    def resume_engines(self) -> None:
+        """Let suspended engines take their memory again; they are paused then."""
+        self._send(m.Control(Signal.RESUME))
+
+    def stop_engines(self) -> None:
+        """End paused or suspended engines; the coordinator stays."""
+        self._send(m.Control(Signal.STOP))
+
+    def set_generation_epoch(self, generation_epoch: int) -> None:
+        """Stamp what is in flight with a generation epoch; a new one begins a weight epoch."""
+        self._send(m.Control(Signal.SET_GENERATION_EPOCH, (generation_epoch,)))
+
+    def start_cuda_profiler(self) -> None:
+        """Let all engines start the CUDA profiler."""
+        self._send(m.Control(Signal.START_CUDA_PROFILER))
+
+    def stop_cuda_profiler(self) -> None:
+        """Let all engines stop the CUDA profiler."""
+        self._send(m.Control(Signal.STOP_CUDA_PROFILER))
+
+    def shutdown_coordinator(self) -> None:
+        """End the coordinator; the engines are not told."""
+        self._send(m.Shutdown())
+
+    def _send(self, message: m.ToCoordinator) -> None:
+        self.socket.send_multipart(wire.encode(message))
+        # Sending may swallow the one signal that something has arrived: look again.
+        if self._loop is not None and self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._loop.call_soon_threadsafe(self._on_readable)

@@ -1,0 +1,218 @@
+"""Starting an engine under the coordinator: sockets, groups and registration.
+
+`start_listening_to_data_parallel_coordinator` takes the place of the released engine's method
+(`patching.py`).
+"""
+
+import asyncio
+import os
+import socket
+import uuid
+from typing import Any
+
+import torch
+import zmq
+from megatron.core.inference.engines.async_zmq_communicator import AsyncZMQCommunicator
+from megatron.core.utils import get_asyncio_loop, get_pg_rank, get_pg_size, get_pg_src_rank
+
+from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.runtime.engine_end import EngineEnd
+from megatron.core.inference.coordinator.runtime.group_channel import (
+    GroupPublisher,
+    GroupSubscriber,
+)
+from megatron.core.inference.coordinator.runtime.link import CoordinatorLink
+from megatron.core.inference.coordinator.runtime.process import (
+    CoordinatorProcess,
+    ProcessSettings,
+)
+from megatron.core.inference.coordinator.settings import (
+    PROTOCOL_VERSION,
+    CoordinatorSettings,
+    RoutingSettings,
+)
+
+_REGISTER_SECONDS = 300.0
+"""Until the last replica has registered; they come up together, but models load slowly."""
+
+
+async def start_listening_to_data_parallel_coordinator(
+    self: Any,
+    inference_coordinator_port: int | None = None,
+    launch_inference_coordinator: bool = True,
+    *,
+    hostname: str | None = None,
+    coordinator_schedule_output_path: str | None = None,
+    loop: asyncio.AbstractEventLoop | None = None,
+) -> str:
+    """Start the coordinator where asked, register with it and begin the engine's loop.
+
+    Every rank must call it: it uses blocking collectives.
+
+    Args:
+        self: The engine.
+        inference_coordinator_port: Port of the coordinator; None or 0 lets the system choose.
+        launch_inference_coordinator: Whether the first rank starts the coordinator process.
+        hostname: Address that the other ranks can reach this machine at; by default loopback
+            when all ranks are on one machine, else its host name.
+        coordinator_schedule_output_path: Where the coordinator writes its decisions at the end.
+        loop: Event loop to run the engine in.
+
+    Returns:
+        The coordinator's address.
+
+    Raises:
+        CoordinatorDied: It did not come up, or did not take the registration; says why.
+    """
+    host = hostname or _default_host()
+    end = self._prefix_routing = EngineEnd()
+    self.zmq_context = zmq.Context()
+    self.zmq_sockets = []
+    self._pending_signals.clear()
+    groups = self.pg_collection
+    self.is_mp_coordinator = get_pg_rank(groups.tp) == 0 and get_pg_rank(groups.pp) == 0
+    self.is_dp_coordinator = self.is_mp_coordinator and get_pg_rank(groups.dp) == 0
+
+    address = None
+    if not launch_inference_coordinator:
+        address = f"tcp://{host}:{inference_coordinator_port}"
+    elif self.is_dp_coordinator:
+        settings = _process_settings(
+            self, host, inference_coordinator_port, coordinator_schedule_output_path
+        )
+        end.process = CoordinatorProcess(settings, self.controller.tokenizer)
+        self.inference_coordinator_process = end.process.process
+        address = end.process.address
+    job = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'job')}-{uuid.uuid4().hex[:8]}"
+    address, job = _from_first((address, job), groups.dp)
+    address, job = _from_first((address, job), groups.mp)
+
+    _join_group(self, end, host)
+    _watch_skipped_tokens(self, end)
+    if self.is_mp_coordinator:
+        _register(self, end, address, job)
+    _connect_barriers(self, host)
+    self.engine_loop_task = get_asyncio_loop(loop).create_task(
+        self.run_engine_with_coordinator(loop=loop)
+    )
+    return address
+
+
+def _default_host() -> str:
+    """Loopback while the job is on one machine, as torchrun tells; else this machine's name."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    return "127.0.0.1" if os.environ.get("LOCAL_WORLD_SIZE", world) == world else socket.getfqdn()
+
+
+def _process_settings(
+    engine: Any, host: str, port: int | None, schedule_path: str | None
+) -> ProcessSettings:
+    context = engine.context
+    core = CoordinatorSettings(
+        routing=routing_settings(),
+        expected_ranks=get_pg_size(engine.pg_collection.dp),
+        prefix_caching=context.enable_prefix_caching,
+        block_size_tokens=context.block_size_tokens,
+        max_requests=context.max_requests,
+        eviction=context.prefix_caching_eviction_policy,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        trace=schedule_path is not None,
+    )
+    return ProcessSettings(core, host, port or 0, schedule_path)
+
+
+_chosen_settings: RoutingSettings | None = None
+
+
+def choose_settings(settings: RoutingSettings | None) -> None:
+    """Fix the routing settings of coordinators started from now on; None leaves them open."""
+    global _chosen_settings
+    _chosen_settings = settings
+
+
+def routing_settings() -> RoutingSettings:
+    """The settings chosen in code, else Megatron's parsed arguments, else our defaults."""
+    if _chosen_settings is not None:
+        return _chosen_settings
+    try:
+        from megatron.training.global_vars import get_args
+
+        return RoutingSettings.from_mapping(vars(get_args()))
+    except (ImportError, AssertionError):  # no megatron.training, or no arguments were parsed
+        return RoutingSettings()
+
+
+def _from_first(value: tuple, group: Any) -> tuple:
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=get_pg_src_rank(group), group=group)
+    return box[0]
+
+
+def _join_group(engine: Any, end: EngineEnd, host: str) -> None:
+    """Connect the ranks of a model-parallel group, if there is more than one."""
+    group = engine.pg_collection.mp
+    others = get_pg_size(group) - 1
+    if not others:
+        return
+    if engine.is_mp_coordinator:
+        end.publisher = GroupPublisher(engine.zmq_context, host, others)
+        engine.zmq_sockets.append(end.publisher.socket)
+    (address,) = _from_first((end.publisher and end.publisher.address,), group)
+    if end.publisher is not None:
+        end.publisher.wait_for_subscribers()
+    else:
+        end.subscriber = GroupSubscriber(engine.zmq_context, address)
+        engine.zmq_sockets.append(end.subscriber.socket)
+
+
+def _register(engine: Any, end: EngineEnd, address: str, job: str) -> None:
+    context, dp_rank = engine.context, get_pg_rank(engine.pg_collection.dp)
+    check = end.process.check if end.process is not None else lambda: None
+    end.link = CoordinatorLink(
+        engine.zmq_context, address, f"engine-{job}-{dp_rank}".encode(), check
+    )
+    engine.socket_for_receiving_requests = end.link.socket
+    engine.zmq_sockets.append(end.link.socket)
+    register = m.Register(
+        version=PROTOCOL_VERSION,
+        replica=job,
+        dp_rank=dp_rank,
+        weight_epoch=end.weight_epoch,
+        max_requests=context.max_requests,
+        block_size=context.block_size_tokens if context.enable_prefix_caching else 0,
+        total_blocks=context.kv_block_allocator.total_count,
+        eviction=context.prefix_caching_eviction_policy.value,
+    )
+    acknowledgement = end.link.register(register, _REGISTER_SECONDS)
+    end.weight_epoch = acknowledgement.weight_epoch
+
+
+def _connect_barriers(engine: Any, host: str) -> None:
+    """The CPU-side reductions that the released loop uses for consensus and barriers."""
+    engine.ep_rank = get_pg_rank(engine.pg_collection.ep)
+    engine.ep_world_size = get_pg_size(engine.pg_collection.ep)
+    engine._ep_consensus_loop_counter = 0
+    engine._last_ep_consensus = (0, False)
+    if engine.ep_world_size > 1:
+        engine.expert_parallel_zmq_communicator = AsyncZMQCommunicator(
+            engine.zmq_context, process_group=engine.pg_collection.ep, hostname=host
+        )
+        engine.context.set_ep_zmq_communicator(engine.expert_parallel_zmq_communicator)
+    if torch.distributed.get_world_size() > 1:
+        engine.world_zmq_communicator = AsyncZMQCommunicator(
+            engine.zmq_context, process_group=None, hostname=host
+        )
+
+
+def _watch_skipped_tokens(engine: Any, end: EngineEnd) -> None:
+    """Note how much prefill each request really skips, which the engine only totals."""
+    context = engine.context
+    add_request = type(context).add_request
+
+    def add_and_note(request: Any, *args: Any, **kwargs: Any) -> None:
+        before = context.prefix_cache_prefill_skipped_tokens
+        add_request(context, request, *args, **kwargs)
+        skipped = context.prefix_cache_prefill_skipped_tokens - before
+        end.skipped[request.request_id] = end.skipped.get(request.request_id, 0) + skipped
+
+    context.add_request = add_and_note

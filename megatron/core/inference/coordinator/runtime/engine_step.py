@@ -1,0 +1,197 @@
+"""What an engine does under the coordinator: take messages, run, answer.
+
+These functions take the place of the released engine's methods (`patching.py`). The released
+engine takes all requests of a drain before any control signal, mixes transport with its stepping,
+and asserts on input that it cannot run. Here one drain is handled strictly in order, and what
+cannot be run is answered with an error.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
+from megatron.core.inference.inference_request import Status
+
+from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.runtime import admission, released, text, wire
+from megatron.core.inference.coordinator.runtime.engine_end import EngineEnd
+from megatron.core.inference.coordinator.runtime.engine_signals import apply_signal, is_due
+
+_released_bookkeep = DynamicInferenceEngine.async_bookkeep
+_released_handle_failed = DynamicInferenceEngine._handle_failed_request
+_released_shutdown = DynamicInferenceEngine.shutdown
+
+
+def schedule_requests(self: Any) -> int:
+    """Take what has arrived and handle it in order.
+
+    All ranks of a model-parallel group must call it at the same step. A change of state that
+    must wait for the one before it holds back everything behind it.
+
+    Returns:
+        How many messages arrived.
+    """
+    end: EngineEnd = self._prefix_routing
+    drained = end.drain()
+    for frames in drained:
+        try:
+            end.inbox.append(wire.decode_from_coordinator(frames))
+        except wire.WireError as error:
+            end.events.write(m.Log("message_refused", {"reason": str(error)}, warning=True))
+    while end.inbox:
+        message = end.inbox[0]
+        if isinstance(message, m.Control) and not is_due(self, message.signal):
+            break
+        end.inbox.popleft()
+        _handle(self, end, message)
+    return len(drained)
+
+
+def _handle(engine: Any, end: EngineEnd, message: m.FromCoordinator) -> None:
+    match message:
+        case m.EngineRequest():
+            _take_request(engine, end, message)
+        case m.Control():
+            _take_signal(engine, end, message)
+        case m.Ping(number=number):
+            if end.link is not None:
+                end.link.send(m.Pong(number))
+        case m.RegisterAgain():
+            end.events.write(m.Log("not_registered", warning=True))
+
+
+def _take_request(engine: Any, end: EngineEnd, message: m.EngineRequest) -> None:
+    """Add a request to the engine, or answer why it cannot be run."""
+    request_id = message.request_id
+    try:
+        if request_id in engine.requests:
+            raise admission.RequestRefused(f"request {request_id} is already running")
+        sampling = wire.unpack(message.sampling)
+        vocab_size = engine.controller.vocab_size
+        params = admission.checked_sampling(sampling, vocab_size)
+        admission.check_log_probs(params, engine.materialize_only_last_token_logits)
+        prompt = wire.unpack(message.prompt)
+        tokens = prompt
+        if isinstance(prompt, str):
+            tokens = text.tokenize(engine.controller.tokenizer, prompt, bool(params.add_BOS))
+        admission.checked_tokens(tokens, vocab_size)
+    except (wire.WireError, admission.RequestRefused) as error:
+        _refuse(end, request_id, str(error))
+        return
+    if sampling.get(released.DETOKENIZE):
+        end.wants_text.add(request_id)
+    engine.add_request(request_id, tokens, params)
+    if isinstance(prompt, str) and request_id in engine.requests:
+        engine.get_request(request_id).prompt = prompt
+
+
+def _refuse(end: EngineEnd, request_id: int, reason: str) -> None:
+    end.events.write(m.Log("request_refused", {"reason": reason}, warning=True, peer=b""))
+    reply = released.failed_reply(reason, request_id=request_id, transient=False)
+    body = wire.pack(reply)
+    end.reply([m.Answer(request_id, Status.FAILED.name, 0, end.weight_epoch, body)])
+
+
+def _take_signal(engine: Any, end: EngineEnd, message: m.Control) -> None:
+    signal, args = message.signal, message.args
+    match signal.name:
+        case "SET_GENERATION_EPOCH":
+            generation_epoch, end.weight_epoch = args
+            _stamp(engine, generation_epoch)
+        case "START_CUDA_PROFILER":
+            torch.cuda.cudart().cudaProfilerStart()
+        case "STOP_CUDA_PROFILER":
+            torch.cuda.cudart().cudaProfilerStop()
+        case _:
+            if not apply_signal(engine, signal):
+                fields = {"signal": signal.name, "state": engine.state.name}
+                end.events.write(m.Log("signal_ignored", fields, warning=True))
+            elif args:  # RESUME tells the weight epoch that begins with it
+                (end.weight_epoch,) = args
+
+
+def _stamp(engine: Any, generation_epoch: int) -> None:
+    """Note in every request from which of its tokens on the new generation epoch holds."""
+    engine._generation_epoch = generation_epoch
+    for entry in engine.requests.values():
+        request = entry.record[-1]
+        last = len(request.prompt_tokens) + len(request.generated_tokens) - 1
+        for name in ("policy_epoch", "kv_cache_epoch"):
+            stamps = getattr(request, name)
+            if stamps is None:
+                setattr(request, name, [(0, generation_epoch)])
+            else:
+                stamps.append((last, generation_epoch))
+
+
+# --- answering ---------------------------------------------------------------------------------
+
+
+async def async_bookkeep(
+    self: Any, step_result: dict | None, context_state: dict, step_time: float
+) -> dict:
+    """The released bookkeeping of a step; finished requests are sent in our own format.
+
+    Args:
+        self: The engine.
+        step_result: What the step produced, or None.
+        context_state: State of the context around the step.
+        step_time: Seconds that the step took.
+
+    Returns:
+        What the released method returns.
+    """
+    with _released_replies_muted(self):
+        result = await _released_bookkeep(self, step_result, context_state, step_time)
+    if self.use_coordinator:
+        end: EngineEnd = self._prefix_routing
+        records = result["finished_request_records"]
+        end.reply([_answer(self, end, r) for r in records if r[-1].status is not Status.FAILED])
+    return result
+
+
+def handle_failed_request(self: Any, request_id: int) -> None:
+    """Answer at once a request that the engine could not add."""
+    record = self.requests[request_id].record
+    with _released_replies_muted(self):
+        _released_handle_failed(self, request_id)
+    if self.use_coordinator:
+        end: EngineEnd = self._prefix_routing
+        end.reply([_answer(self, end, record)])
+
+
+@contextmanager
+def _released_replies_muted(engine: Any) -> Iterator[None]:
+    """The released methods reply from the first rank of a group only: let no rank be it."""
+    is_first = getattr(engine, "is_mp_coordinator", False)
+    engine.is_mp_coordinator = False
+    try:
+        yield
+    finally:
+        engine.is_mp_coordinator = is_first
+
+
+def _answer(engine: Any, end: EngineEnd, record: Any) -> m.Answer:
+    """The reply of one finished record."""
+    request_id = record.request_id
+    skipped = end.skipped.pop(request_id, 0)
+    wants_text = request_id in end.wants_text
+    end.wants_text.discard(request_id)
+    if end.link is None:
+        return m.Answer(request_id, "", skipped, end.weight_epoch, b"")
+    reply = record.merge().serialize()
+    reply["num_cached_tokens"] = skipped
+    reply["weight_epoch"] = end.weight_epoch
+    if wants_text and reply.get("generated_text") is None:
+        reply["generated_text"] = text.generated_text(engine.controller.tokenizer, reply)
+    return m.Answer(request_id, reply["status"], skipped, end.weight_epoch, wire.pack(reply))
+
+
+async def shutdown(self: Any) -> None:
+    """The released shutdown, after our own sockets have been let go."""
+    end: EngineEnd | None = getattr(self, "_prefix_routing", None)
+    if end is not None and end.link is not None:
+        end.link.close()
+    await _released_shutdown(self)

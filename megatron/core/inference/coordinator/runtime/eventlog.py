@@ -1,0 +1,57 @@
+"""Log events: a constant name and fields, and not more of them than anybody can read."""
+
+import logging
+from collections import Counter, OrderedDict
+from typing import Any
+
+from megatron.core.inference.coordinator.messages import Log
+
+_PEERS_REMEMBERED = 4096
+_SAID_IN_FULL = 20
+"""Events of one name that are all said; beyond, only the 32nd, 64th, 128th … is."""
+
+
+def render(event: str, fields: dict[str, Any]) -> str:
+    """An event on one line: `name key=value …`."""
+    return " ".join([event, *(f"{key}={value!r}" for key, value in fields.items())])
+
+
+class EventLog:
+    """Writes `Log` effects. What a peer can cause is said once per peer and event.
+
+    Args:
+        logger: Where to write.
+    """
+
+    def __init__(self, logger: logging.Logger):
+        self._logger = logger
+        self._said: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+        self.counts: Counter[str] = Counter()
+
+    def write(self, log: Log) -> None:
+        """Count an event, and say it unless it was said often enough."""
+        self.counts[log.event] += 1
+        count = self.counts[log.event]
+        fields = dict(log.fields)
+        if log.peer is not None:
+            if self._heard(log.event, log.peer):
+                return
+            if count > _SAID_IN_FULL and count & (count - 1):
+                return
+            fields |= {"peer": log.peer.hex(), "times": count}
+        level = logging.WARNING if log.warning else logging.INFO
+        self._logger.log(level, "%s", render(log.event, fields))
+
+    def summary(self) -> dict[str, int]:
+        """How often each event happened."""
+        return dict(self.counts)
+
+    def _heard(self, event: str, peer: bytes) -> bool:
+        key = (event, peer)
+        if key in self._said:
+            self._said.move_to_end(key)
+            return True
+        self._said[key] = None
+        if len(self._said) > _PEERS_REMEMBERED:
+            self._said.popitem(last=False)
+        return False

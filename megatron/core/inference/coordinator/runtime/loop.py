@@ -1,0 +1,158 @@
+"""The coordinator's loop: receive, let the core decide, perform what it says."""
+
+import json
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.core import Coordinator
+from megatron.core.inference.coordinator.runtime import wire
+from megatron.core.inference.coordinator.runtime.eventlog import EventLog
+from megatron.core.inference.coordinator.runtime.text import generated_text
+
+logger = logging.getLogger(__name__)
+
+_TICK_SECONDS = 1.0
+_MESSAGES_PER_POLL = 256
+
+
+class CoordinatorLoop:
+    """Drives a `Coordinator` from a bound ROUTER socket until it is stopped.
+
+    Args:
+        core: The coordinator.
+        router: Its socket, bound.
+        tokenizer: For replies of released engines to clients without a tokenizer; may be None
+            where neither occurs.
+        stop_when_readable: A file descriptor that ends the loop when it becomes readable, e.g.
+            the parent process's sentinel.
+    """
+
+    def __init__(
+        self,
+        core: Coordinator,
+        router: zmq.Socket,
+        tokenizer: Any = None,
+        stop_when_readable: int | None = None,
+    ):
+        self.core = core
+        self.events = EventLog(logger)
+        self.traces: list[m.Trace] = []
+        self._router = router
+        self._codec = wire.Codec(lambda body: self._with_text(tokenizer, body))
+        self._stopped = False
+        self._next_tick = 0.0
+        self._poller = zmq.Poller()
+        self._poller.register(router, zmq.POLLIN)
+        self._wake_up, self._woken = os.pipe()[::-1]
+        self._stop_fds = {self._woken} | ({stop_when_readable} - {None})
+        for descriptor in self._stop_fds:
+            self._poller.register(descriptor, zmq.POLLIN)
+        self._performers: dict[type, Callable[[Any], None]] = {
+            m.Send: self._send,
+            m.Log: self.events.write,
+            m.Trace: self.traces.append,
+            m.Stop: lambda effect: self.stop(),
+        }
+
+    def run(self) -> None:
+        """Receive and decide until stopped."""
+        while not self._stopped:
+            ready = dict(self._poller.poll(_TICK_SECONDS * 1000))
+            if self._stop_fds & ready.keys():
+                return
+            if self._router in ready:
+                self._receive()
+            if time.monotonic() >= self._next_tick:
+                self._next_tick = time.monotonic() + _TICK_SECONDS
+                self._handle(m.Incoming(b"", m.Tick()))
+
+    def stop(self) -> None:
+        """End `run` after the message at hand. Safe in a signal handler."""
+        self._stopped = True
+        os.write(self._wake_up, b".")
+
+    def _receive(self) -> None:
+        for _ in range(_MESSAGES_PER_POLL):
+            try:
+                peer, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(m.Incoming(peer, self._codec.decode(peer, frames)))
+            if self._stopped:
+                return
+
+    def _handle(self, incoming: m.Incoming) -> None:
+        self._lost: deque[tuple[bytes, m.PeerLost]] = deque()
+        for effect in self.core.handle(incoming, time.monotonic()):
+            self._performers[type(effect)](effect)
+        while self._lost:  # sends to them failed; what the core does about it may fail as well
+            peer, lost = self._lost.popleft()
+            self._codec.forget(peer)
+            for effect in self.core.handle(m.Incoming(peer, lost), time.monotonic()):
+                self._performers[type(effect)](effect)
+
+    def _send(self, effect: m.Send) -> None:
+        frames = self._codec.encode(effect.peer, effect.message)
+        if frames is None:
+            return
+        try:
+            self._router.send_multipart([effect.peer, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            request = effect.message
+            undelivered = request.request_id if isinstance(request, m.EngineRequest) else None
+            self._lost.append((effect.peer, m.PeerLost(undelivered)))
+
+    def _with_text(self, tokenizer: Any, body: bytes) -> bytes:
+        """A packed reply with the text of its tokens; as it is where that cannot be made."""
+        if tokenizer is None:
+            return body
+        try:
+            reply = wire.unpack(body)
+            reply["generated_text"] = generated_text(tokenizer, reply)
+            return wire.pack(reply)
+        except Exception as error:  # an engine's odd reply must not end the coordinator
+            self.events.write(m.Log("reply_without_text", {"error": str(error)}, True, peer=b""))
+            return body
+
+
+def write_schedule(path: str | Path, loop: CoordinatorLoop) -> None:
+    """Write what was decided, as JSON, for those who study decisions.
+
+    The keys of the released coordinator's schedule file are kept: `policy`,
+    `data_parallel_size`, `num_requests` and `records` with `request_id`, `rank_index` and
+    `num_hashes`; each record also has `prompt_tokens`, `predicted_tokens` and `cached_tokens`.
+
+    Args:
+        path: The file.
+        loop: A loop whose core was started with `trace`.
+    """
+    settings = loop.core.settings
+    records = [
+        {
+            "request_id": trace.request_id,
+            "rank_index": trace.rank,
+            "num_hashes": trace.blocks,
+            "prompt_tokens": trace.prompt_tokens,
+            "predicted_tokens": trace.predicted_tokens,
+            "cached_tokens": trace.cached_tokens,
+        }
+        for trace in sorted(loop.traces, key=lambda trace: trace.request_id)
+    ]
+    schedule = {
+        "policy": settings.signal.value,
+        "cost_policy": settings.routing.cost_policy.value,
+        "data_parallel_size": settings.expected_ranks,
+        "num_requests": len(records),
+        "records": records,
+    }
+    Path(path).write_text(json.dumps(schedule, indent=2))

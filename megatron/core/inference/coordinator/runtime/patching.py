@@ -1,0 +1,103 @@
+"""Putting the plugin in the place of megatron-core's released coordinator."""
+
+import logging
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from megatron.core.inference.coordinator.settings import RoutingSettings
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED = "0.19"
+"""The minor version of megatron-core whose internals this plugin fits into."""
+
+_INFERENCE = "megatron.core.inference"
+_SERVER = f"{_INFERENCE}.text_generation_server.dynamic_text_gen_server"
+
+_START = "start_listening_to_data_parallel_coordinator"
+
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+class UnsupportedMegatronCore(RuntimeError):
+    """The installed megatron-core is none that the plugin knows; the text names both."""
+
+
+def check_megatron_core() -> None:
+    """Do nothing beside a supported megatron-core.
+
+    Raises:
+        UnsupportedMegatronCore: The installed one is another.
+    """
+    try:
+        installed = version("megatron-core")
+    except PackageNotFoundError:
+        installed = "none with package metadata"
+    if not installed.startswith(SUPPORTED + "."):
+        raise UnsupportedMegatronCore(
+            f"megatron-prefix-routing fits megatron-core {SUPPORTED}.x, and {installed} is "
+            f"installed; install megatron-core=={SUPPORTED}.2"
+        )
+
+
+def patch(settings: RoutingSettings | None = None) -> None:
+    """Swap the released coordinator, client, engine methods and HTTP server for ours.
+
+    Call it in every process that runs an engine or a client, before they are made. Entry points
+    that know nothing of this plugin, such as `MegatronAsyncLLM`, then use it unchanged. Calling
+    it again only replaces the settings.
+
+    Args:
+        settings: How to route. None takes Megatron's parsed arguments where there are any, else
+            the defaults of `RoutingSettings`.
+
+    Raises:
+        UnsupportedMegatronCore: The installed megatron-core is no 0.19.x.
+    """
+    check_megatron_core()
+    from megatron.core.inference.coordinator.runtime import engine_start
+
+    engine_start.choose_settings(settings)
+    if not _replaced:
+        for module, name, ours in _replacements():
+            owner = import_module(module) if isinstance(module, str) else module
+            _replaced.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, ours)
+    chosen = engine_start.routing_settings()
+    logger.info(
+        "prefix_routing policy=%s cost_policy=%s",
+        chosen.coordinator_policy.value,
+        chosen.cost_policy.value,
+    )
+
+
+def unpatch() -> None:
+    """Put everything back as it was released."""
+    while _replaced:
+        owner, name, original = _replaced.pop()
+        setattr(owner, name, original)
+
+
+def _replacements() -> list[tuple[Any, str, Any]]:
+    from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
+
+    from megatron.core.inference.coordinator.runtime import client, engine_start, engine_step, http
+    from megatron.core.inference.coordinator.runtime.drop_in import DataParallelInferenceCoordinator
+
+    coordinator = "DataParallelInferenceCoordinator"
+    released = f"{_INFERENCE}.data_parallel_inference_coordinator"
+    return [
+        (released, coordinator, DataParallelInferenceCoordinator),
+        (f"{released}.coordinator", coordinator, DataParallelInferenceCoordinator),
+        (f"{_INFERENCE}.engines.dynamic_engine", coordinator, DataParallelInferenceCoordinator),
+        (f"{_INFERENCE}.inference_client", "InferenceClient", client.InferenceClient),
+        (f"{_SERVER}.text_generation_server", "InferenceClient", client.InferenceClient),
+        (f"{_SERVER}.text_generation_server", "start_text_gen_server", http.start_text_gen_server),
+        (f"{_SERVER}.text_generation_server", "stop_text_gen_server", http.stop_text_gen_server),
+        (DynamicInferenceEngine, _START, engine_start.start_listening_to_data_parallel_coordinator),
+        (DynamicInferenceEngine, "schedule_requests", engine_step.schedule_requests),
+        (DynamicInferenceEngine, "async_bookkeep", engine_step.async_bookkeep),
+        (DynamicInferenceEngine, "_handle_failed_request", engine_step.handle_failed_request),
+        (DynamicInferenceEngine, "shutdown", engine_step.shutdown),
+    ]

@@ -1,0 +1,194 @@
+"""The coordinator as a process of its own, and its parent's handle on it."""
+
+import errno
+import faulthandler
+import logging
+import multiprocessing
+import signal
+import socket
+import time
+import traceback
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import zmq
+
+from megatron.core.inference.coordinator.core import Coordinator
+from megatron.core.inference.coordinator.runtime import sockets
+from megatron.core.inference.coordinator.runtime.eventlog import render
+from megatron.core.inference.coordinator.runtime.loop import CoordinatorLoop, write_schedule
+from megatron.core.inference.coordinator.settings import CoordinatorSettings
+
+logger = logging.getLogger(__name__)
+
+_START_SECONDS = 120.0
+"""A process that imports megatron.core on a busy machine may need a minute."""
+
+_LISTENING, _DIED = "listening", "died"
+
+
+class CoordinatorDied(RuntimeError):
+    """The coordinator process ended; the text holds its last error."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSettings:
+    """What a coordinator process is started with. Picklable.
+
+    Attributes:
+        coordinator: Settings of the core.
+        host: Address to bind, a name or a number.
+        port: Port to bind; 0 lets the system choose.
+        schedule_path: Where to write every decision at the end, or None.
+        log_level: Level of its log, which goes to standard error.
+    """
+
+    coordinator: CoordinatorSettings = field(default_factory=CoordinatorSettings)
+    host: str = "127.0.0.1"
+    port: int = 0
+    schedule_path: str | None = None
+    log_level: int = logging.INFO
+
+
+def bind(router: zmq.Socket, host: str, port: int) -> str:
+    """Bind a ROUTER and return its address.
+
+    Raises:
+        OSError: The port is in use, or the host is none of this machine's; says what to do.
+    """
+    try:
+        number = socket.gethostbyname(host)
+        router.bind(f"tcp://{number}:{port or '*'}")
+    except (zmq.ZMQError, OSError) as error:
+        if error.errno == errno.EADDRINUSE:
+            raise OSError(
+                errno.EADDRINUSE,
+                f"port {port} on {host} is in use: name another with "
+                "--inference-coordinator-port, or leave it out and the system chooses one",
+            ) from None
+        raise OSError(
+            error.errno, f"cannot bind the coordinator to {host}:{port} ({error.strerror})"
+        ) from None
+    address: str = router.getsockopt_string(zmq.LAST_ENDPOINT)
+    return address
+
+
+def run(settings: ProcessSettings, tokenizer: Any, pipe: Connection | None) -> None:
+    """Run a coordinator until it is told to stop or its parent is gone.
+
+    Args:
+        settings: What it is started with.
+        tokenizer: See `CoordinatorLoop`.
+        pipe: Gets its address once it listens, and its last error if it dies; may be None.
+    """
+    faulthandler.enable()
+    # Ctrl-C reaches the whole terminal group; the parent ends us in its own order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(
+        level=settings.log_level, format="%(asctime)s coordinator %(levelname)s %(message)s"
+    )
+    try:
+        _serve(settings, tokenizer, pipe)
+    except BaseException as error:
+        if pipe is not None:
+            pipe.send((_DIED, f"{type(error).__name__}: {error}"))
+        if not isinstance(error, OSError):
+            traceback.print_exc()
+        raise SystemExit(1) from None
+
+
+def _serve(settings: ProcessSettings, tokenizer: Any, pipe: Connection | None) -> None:
+    context = zmq.Context()
+    router = sockets.router(context)
+    try:
+        address = bind(router, settings.host, settings.port)
+        parent = multiprocessing.parent_process()
+        core = Coordinator(settings.coordinator)
+        loop = CoordinatorLoop(core, router, tokenizer, parent.sentinel if parent else None)
+        signal.signal(signal.SIGTERM, lambda *_: loop.stop())
+        logger.info("%s", render("listening", {"address": address} | _policy(settings)))
+        if pipe is not None:
+            pipe.send((_LISTENING, address))
+        loop.run()
+        logger.info("%s", render("stopped", loop.events.summary()))
+        if settings.schedule_path is not None:
+            write_schedule(settings.schedule_path, loop)
+    finally:
+        router.close(linger=200)  # a last message to engines may still be on its way
+        context.term()
+
+
+def _policy(settings: ProcessSettings) -> dict[str, Any]:
+    core = settings.coordinator
+    return {"policy": core.signal.value, "cost_policy": core.routing.cost_policy.value}
+
+
+class CoordinatorProcess:
+    """A running coordinator process, seen from its parent.
+
+    It is forked from a fork server, a fresh interpreter, so nothing patched here exists there; what
+    it needs travels in picklable settings.
+
+    Args:
+        settings: What it is started with.
+        tokenizer: See `CoordinatorLoop`.
+
+    Raises:
+        CoordinatorDied: It did not come up; says why.
+    """
+
+    def __init__(self, settings: ProcessSettings, tokenizer: Any = None):
+        context = multiprocessing.get_context("forkserver")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(
+            target=run, args=(settings, tokenizer, theirs), name="coordinator", daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        self._last_error: str | None = None
+        self.address = self._wait_for_address()
+
+    def check(self) -> None:
+        """Do nothing while the process runs.
+
+        Raises:
+            CoordinatorDied: It does not; the text holds its last error.
+        """
+        if self.process.exitcode is None:
+            return
+        self._read_pipe()
+        code = self.process.exitcode
+        cause = self._last_error or (
+            f"killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with {code}"
+        )
+        raise CoordinatorDied(f"the coordinator process (pid {self.process.pid}) died: {cause}")
+
+    def stop(self, seconds: float = 2.0) -> None:
+        """End it: politely, then by force."""
+        self.process.terminate()
+        self.process.join(seconds)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+    def _wait_for_address(self) -> str:
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline:
+            if self._pipe.poll(0.2) and (address := self._read_pipe()) is not None:
+                return address
+            self.check()
+        self.stop()
+        raise CoordinatorDied(f"the coordinator did not come up within {_START_SECONDS:.0f} s")
+
+    def _read_pipe(self) -> str | None:
+        """What it said: an address is returned, an error is remembered."""
+        try:
+            while self._pipe.poll():
+                kind, text = self._pipe.recv()
+                if kind == _LISTENING:
+                    return str(text)
+                self._last_error = str(text)
+        except EOFError:
+            pass
+        return None

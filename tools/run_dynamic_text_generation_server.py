@@ -1,0 +1,324 @@
+#!/usr/bin/env python3
+r"""Serve a model over HTTP: DP replicas of megatron-core's engine behind prefix-affinity routing.
+
+Start it with torchrun, one process a GPU (or a replica, on the CPU). It takes Megatron's own
+arguments; without --load and --num-layers it serves a small built-in GPT with random weights.
+
+    torchrun --nproc-per-node 8 tools/run_dynamic_text_generation_server.py \
+        --load CHECKPOINT --use-checkpoint-args --tokenizer-type … --port 5000
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# A fork server's child runs this file again: nothing heavy may be imported up here.
+
+_QUIET_LOGGERS = ("torch.utils.cpp_extension", "megatron")
+_OUR_LOGGER = "megatron.core.inference.coordinator"
+
+
+def add_server_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the server's own flags and the routing flags to Megatron's parser."""
+    from megatron.core.inference.coordinator.arguments import add_prefix_routing_args
+
+    group = parser.add_argument_group("HTTP server")
+    group.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="Where to compute; auto takes the GPU if there is one. Default: auto.",
+    )
+    group.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="Address to serve on; 0.0.0.0 for all interfaces. Default: 127.0.0.1.",
+    )
+    group.add_argument(
+        "--port",
+        type=int,
+        default=5000,
+        help="Port to serve on; 0 lets the system choose. A port in use is an error. "
+        "Default: 5000.",
+    )
+    group.add_argument(
+        "--frontend-replicas",
+        type=int,
+        default=-1,
+        help="HTTP front-end processes, each with its own accept queue on the port; -1 means "
+        "max(DP size, 4), or 4 on each rank with --frontend-on-all-ranks. Default: -1.",
+    )
+    group.add_argument(
+        "--frontend-on-all-ranks",
+        action="store_true",
+        help="Every rank hosts front ends, on a port of its own that the system chooses; the "
+        "addresses are printed and written to --url-file. --port is not used then.",
+    )
+    group.add_argument(
+        "--url-file",
+        type=Path,
+        default=None,
+        help='File that gets {"urls": ["http://host:port", …]} once they accept connections.',
+    )
+    group.add_argument(
+        "--parsers",
+        nargs="*",
+        default=[],
+        help="megatron-core's response parsers to apply, in order, e.g. json tool_use.",
+    )
+    group.add_argument(
+        "--model-name",
+        default="megatron",
+        help="What /v1/models and the answers call the model. Default: megatron.",
+    )
+    group.add_argument(
+        "--coordinator-schedule-output",
+        default=None,
+        metavar="FILE",
+        help="JSON file that gets every routing decision when the server ends.",
+    )
+    return add_prefix_routing_args(parser)
+
+
+@dataclass(slots=True)
+class _Setup:
+    """A rank, ready to serve."""
+
+    args: argparse.Namespace
+    settings: Any
+    engine: Any
+    rank: int
+    world: int
+
+    @property
+    def hosts_front_ends(self) -> bool:
+        return self.rank == 0 or self.args.frontend_on_all_ranks
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"[server] {text}", flush=True)
+
+
+def _quiet() -> None:
+    """Keep the log to what an operator needs: imports of megatron-core print dozens of lines."""
+    warnings.simplefilter("ignore")
+    # For the processes that this one starts.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    os.environ.setdefault("TORCH_LOGS", "-all")
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    for name in _QUIET_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger(_OUR_LOGGER).setLevel(logging.WARNING)
+
+
+def _choose_device(argv: list[str]) -> None:
+    """Obey --device before torch looks for a GPU."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--device", default="auto")
+    device = parser.parse_known_args(argv)[0].device
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            sys.exit("--device cuda, but torch finds no GPU; use --device cpu")
+
+
+def _build(argv: list[str], rank: int) -> _Setup:
+    """Everything before the first message: arguments, process groups, model, engine."""
+    from megatron.core.inference.coordinator import SettingsError, patch
+    from megatron.core.inference.coordinator.arguments import routing_settings_from_args
+    from megatron.core.inference.coordinator.runtime import model as models
+    from megatron.core.inference.coordinator.runtime.http.server import warm_up_forkserver
+
+    built_in = not any(arg.split("=")[0] in ("--load", "--num-layers") for arg in argv)
+    defaults = {
+        "inference_dynamic_batching_enable_prefix_caching": True,
+        "inference_dynamic_batching_prefix_caching_eviction_policy": "lru",
+    }
+    if models.device_type() == "cpu":
+        defaults["inference_dynamic_batching_block_size"] = 64
+    if built_in:
+        argv = [*models.BUILT_IN_MODEL, *argv]
+    args = models.parse(add_server_args, argv, defaults)
+    try:
+        _check(args)
+        settings = routing_settings_from_args(args)
+    except SettingsError as error:
+        sys.exit(f"error: {error}" if rank == 0 else 2)
+    patch(settings)
+    if rank == 0 or args.frontend_on_all_ranks:
+        warm_up_forkserver()  # its imports go on while the model is built
+    models.initialize(args)
+
+    import torch
+
+    setup = _Setup(args, settings, None, torch.distributed.get_rank(), args.world_size)
+    setup.say("building the built-in GPT (random weights)" if built_in else "building the model")
+    model = models.build_model(args)
+    if args.load is not None:
+        setup.say(f"loaded {models.load_checkpoint(model, args)}")
+    config = models.build_inference_config(args, model)
+    setup.engine = models.build_engine(model, models.build_tokenizer(args), config)
+    return setup
+
+
+def _check(args: argparse.Namespace) -> None:
+    from megatron.core.inference.coordinator import SettingsError
+
+    if args.frontend_replicas < -1 or args.frontend_replicas == 0:
+        raise SettingsError(
+            f"--frontend-replicas is {args.frontend_replicas}; give 1 or more, or -1 for the "
+            "default"
+        )
+    for name in ("port", "inference_coordinator_port"):
+        port = getattr(args, name)
+        if port is not None and not 0 <= port <= 65535:
+            flag = "--" + name.replace("_", "-")
+            raise SettingsError(f"{flag} is {port}; give a port from 0 to 65535")
+
+
+class Server:
+    """One rank's life: startup, main loop, shutdown."""
+
+    def __init__(self, setup: _Setup):
+        self._setup = setup
+        self._stopping = asyncio.Event()
+
+    async def serve(self, on_stop: Callable[[Callable[[], None]], None]) -> None:
+        """Serve until a signal comes or the engine ends.
+
+        Args:
+            on_stop: Registers what a signal calls.
+
+        Raises:
+            Exception: Whatever ended the engine, e.g. that the coordinator died.
+        """
+        loop = asyncio.get_running_loop()
+        on_stop(lambda: self._begin_to_stop(loop))
+        try:
+            await self.startup()
+            await self.main_loop()
+        finally:
+            await self.shutdown()
+
+    async def startup(self) -> None:
+        """Coordinator, registration, front ends; then tell where they are."""
+        setup, args = self._setup, self._setup.args
+        setup.say(f"waiting for the coordinator and {setup.world} rank(s) to register")
+        address = await setup.engine.start_listening_to_data_parallel_coordinator(
+            args.inference_coordinator_port,
+            coordinator_schedule_output_path=args.coordinator_schedule_output,
+        )
+        url = await asyncio.to_thread(self._start_front_ends, address)
+        urls = await asyncio.to_thread(_gather, url)
+        if setup.rank == 0:
+            self._announce(urls)
+
+    async def main_loop(self) -> None:
+        """The engine's loop runs as a task; wait for it, or for a signal."""
+        stopping = asyncio.create_task(self._stopping.wait())
+        engine = self._setup.engine.engine_loop_task
+        await asyncio.wait({stopping, engine}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if engine.done() and not engine.cancelled():
+            engine.result()
+
+    async def shutdown(self) -> None:
+        """Front ends first, so that nothing new comes; then the engine, then the coordinator."""
+        from megatron.core.inference.coordinator.runtime.http import stop_text_gen_server
+
+        self._setup.say("stopping")
+        await asyncio.to_thread(stop_text_gen_server)
+        engine = self._setup.engine
+        task = getattr(engine, "engine_loop_task", None)
+        if task is not None and not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+        end = getattr(engine, "_prefix_routing", None)
+        if end is not None and end.process is not None:
+            await asyncio.to_thread(end.process.stop)
+
+    def _begin_to_stop(self, loop: asyncio.AbstractEventLoop) -> None:
+        end = getattr(self._setup.engine, "_prefix_routing", None)
+        if end is not None:
+            end.ending = True
+        loop.call_soon_threadsafe(self._stopping.set)
+
+    def _start_front_ends(self, coordinator_address: str) -> str | None:
+        from megatron.core.inference.coordinator.runtime.http import start_text_gen_server
+
+        setup, args = self._setup, self._setup.args
+        if not setup.hosts_front_ends:
+            return None
+        count = args.frontend_replicas
+        if count == -1:
+            count = 4 if args.frontend_on_all_ranks else max(args.data_parallel_size, 4)
+        setup.say(
+            f"starting {count} HTTP front ends" + (" on every rank" * (args.frontend_on_all_ranks))
+        )
+        return start_text_gen_server(
+            coordinator_address,
+            setup.engine.controller.tokenizer,
+            setup.rank,
+            0 if args.frontend_on_all_ranks else args.port,
+            parsers=args.parsers,
+            verbose=args.inference_text_gen_server_logging,
+            num_replicas=count,
+            hostname=args.host,
+            model_name=args.model_name,
+        )
+
+    def _announce(self, urls: list[str]) -> None:
+        setup, routing = self._setup, self._setup.settings
+        caching = setup.args.inference_dynamic_batching_enable_prefix_caching
+        policy = routing.coordinator_policy.value if caching else "load_balanced"
+        weighed = f" weighed by {routing.cost_policy.value}" if policy != "load_balanced" else ""
+        setup.say(f"ready: {setup.args.data_parallel_size} replica(s), {policy}{weighed}")
+        for url in urls:
+            setup.say(f"serving at {url}/v1")
+        setup.say("try:")
+        body = json.dumps({"model": setup.args.model_name, "prompt": "Hello", "max_tokens": 16})
+        print(
+            f"  curl {urls[0]}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
+            flush=True,
+        )
+        if setup.args.url_file is not None:
+            partial = setup.args.url_file.with_suffix(".partial")
+            partial.write_text(json.dumps({"urls": urls}) + "\n")
+            partial.replace(setup.args.url_file)
+
+
+def _gather(url: str | None) -> list[str]:
+    """Every rank's base URL, in the order of ranks."""
+    import torch
+
+    gathered: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, url)
+    return [each for each in gathered if each is not None]
+
+
+def main(argv: list[str]) -> None:
+    """Serve until told to stop."""
+    _quiet()
+    _choose_device(argv)
+    from megatron.core.inference.coordinator.runtime.stop_signal import StopSignal
+
+    stop_signal = StopSignal()
+    rank = int(os.environ.get("RANK", "0"))
+    setup = _build(argv, rank)
+    asyncio.run(Server(setup).serve(stop_signal.on_stop))
+    stop_signal.exit_if_stopped()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
