@@ -10,12 +10,14 @@ arguments; without --load and --num-layers it serves a small built-in GPT with r
 
 import argparse
 import asyncio
+import contextlib
+import io
 import json
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,10 +137,10 @@ def _choose_device(argv: list[str]) -> None:
 
 def _build(argv: list[str], rank: int) -> _Setup:
     """Everything before the first message: arguments, process groups, model, engine."""
-    from megatron.core.inference.coordinator import SettingsError, patch
+    from megatron.core.inference.coordinator import patch
     from megatron.core.inference.coordinator.arguments import routing_settings_from_args
+    from megatron.core.inference.coordinator.runtime import fork_server
     from megatron.core.inference.coordinator.runtime import model as models
-    from megatron.core.inference.coordinator.runtime.http.server import warm_up_forkserver
 
     built_in = not any(arg.split("=")[0] in ("--load", "--num-layers") for arg in argv)
     defaults = {
@@ -149,15 +151,13 @@ def _build(argv: list[str], rank: int) -> _Setup:
         defaults["inference_dynamic_batching_block_size"] = 64
     if built_in:
         argv = [*models.BUILT_IN_MODEL, *argv]
-    args = models.parse(add_server_args, argv, defaults)
-    try:
-        _check(args)
-        settings = routing_settings_from_args(args)
-    except SettingsError as error:
-        sys.exit(f"error: {error}" if rank == 0 else 2)
+    with _kept_back_unless_it_fails():  # Megatron tells of batch sizes and pipeline stages
+        args = models.parse(add_server_args, argv, defaults)
+    _check(args)
+    settings = routing_settings_from_args(args)
     patch(settings)
     if rank == 0 or args.frontend_on_all_ranks:
-        warm_up_forkserver()  # its imports go on while the model is built
+        fork_server.warm_up()  # its imports go on while the model is built
     models.initialize(args)
 
     import torch
@@ -170,6 +170,17 @@ def _build(argv: list[str], rank: int) -> _Setup:
     config = models.build_inference_config(args, model)
     setup.engine = models.build_engine(model, models.build_tokenizer(args), config)
     return setup
+
+
+@contextlib.contextmanager
+def _kept_back_unless_it_fails() -> Iterator[None]:
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            yield
+    except BaseException:
+        sys.stdout.write(printed.getvalue())  # --help is among it
+        raise
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -219,8 +230,8 @@ class Server:
             args.inference_coordinator_port,
             coordinator_schedule_output_path=args.coordinator_schedule_output,
         )
-        url = await asyncio.to_thread(self._start_front_ends, address)
-        urls = await asyncio.to_thread(_gather, url)
+        url, failure = await asyncio.to_thread(self._try_to_start_front_ends, address)
+        urls = await asyncio.to_thread(_gather, url, failure)
         if setup.rank == 0:
             self._announce(urls)
 
@@ -254,6 +265,12 @@ class Server:
             end.ending = True
         loop.call_soon_threadsafe(self._stopping.set)
 
+    def _try_to_start_front_ends(self, address: str) -> tuple[str | None, Exception | None]:
+        try:
+            return self._start_front_ends(address), None
+        except Exception as failure:
+            return None, failure
+
     def _start_front_ends(self, coordinator_address: str) -> str | None:
         from megatron.core.inference.coordinator.runtime.http import start_text_gen_server
 
@@ -276,6 +293,7 @@ class Server:
             num_replicas=count,
             hostname=args.host,
             model_name=args.model_name,
+            vocab_size=setup.engine.controller.vocab_size,
         )
 
     def _announce(self, urls: list[str]) -> None:
@@ -298,13 +316,22 @@ class Server:
             partial.replace(setup.args.url_file)
 
 
-def _gather(url: str | None) -> list[str]:
-    """Every rank's base URL, in the order of ranks."""
+def _gather(url: str | None, failure: Exception | None) -> list[str]:
+    """Every rank's base URL, in the order of ranks.
+
+    Raises:
+        Exception: This rank's own failure.
+        SystemExit: Another rank failed, which tells why itself.
+    """
     import torch
 
-    gathered: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, url)
-    return [each for each in gathered if each is not None]
+    gathered: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, (url, failure is not None))
+    if failure is not None:
+        raise failure
+    if any(failed for _, failed in gathered):
+        sys.exit(1)
+    return [each for each, _ in gathered if each is not None]
 
 
 def main(argv: list[str]) -> None:
@@ -315,9 +342,20 @@ def main(argv: list[str]) -> None:
 
     stop_signal = StopSignal()
     rank = int(os.environ.get("RANK", "0"))
-    setup = _build(argv, rank)
-    asyncio.run(Server(setup).serve(stop_signal.on_stop))
+    try:
+        asyncio.run(Server(_build(argv, rank)).serve(stop_signal.on_stop))
+    except _expected_errors() as error:
+        text = error.strerror if isinstance(error, OSError) and error.strerror else error
+        sys.exit(f"[rank {rank}] error: {text}")
     stop_signal.exit_if_stopped()
+
+
+def _expected_errors() -> tuple[type[Exception], ...]:
+    """What a user can mend; its text says how, and a traceback would only hide that."""
+    from megatron.core.inference.coordinator.runtime.http.server import FrontEndError
+    from megatron.core.inference.coordinator.runtime.process import CoordinatorDied
+
+    return OSError, ValueError, CoordinatorDied, FrontEndError
 
 
 if __name__ == "__main__":

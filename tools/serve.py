@@ -44,7 +44,7 @@ def launch(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     torchrun = ["--standalone", f"--nproc-per-node={replicas}", "--max-restarts=0"]
     try:
         run(parse_args([*torchrun, str(TOOL), *rest]))

@@ -29,7 +29,6 @@ def add_prefix_routing_args(parser: argparse.ArgumentParser) -> argparse.Argumen
     group = parser.add_argument_group("prefix-affinity routing")
     for field in fields(RoutingSettings):
         option, default = options()[field.name], field.default
-        is_enum = isinstance(default, Enum)
         shown = default.value if isinstance(default, Enum) else default
         limits = f" Must be {option.range_text}." if option.range_text else ""
         text = f"{option.help}{limits} Default: {shown}."
@@ -38,7 +37,7 @@ def add_prefix_routing_args(parser: argparse.ArgumentParser) -> argparse.Argumen
         if existing is not None:
             existing.default, existing.help = shown, text
             parser.set_defaults(**{existing.dest: shown})
-        elif is_enum:
+        elif isinstance(default, Enum):
             choices = [member.value for member in type(default)]
             group.add_argument(name, default=shown, choices=choices, help=text)
         else:

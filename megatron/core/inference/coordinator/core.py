@@ -81,6 +81,7 @@ class Coordinator:
         """
         self.ledger.check_integrity()
         self.index.check_integrity(r.lease for r in self.ledger if r.lease is not None)
+        self._router.check_integrity()
         live = {rank.number for rank in self.ranks}
         assert all(r.rank is None or r.rank in live for r in self.ledger)
         assert all(r.client is None or r.client in self._clients for r in self.ledger)

@@ -91,6 +91,18 @@ class Router:
         """What is being computed now will be of no use to requests that come later."""
         self._bursts.clear()
 
+    def check_integrity(self) -> None:
+        """Compare the bursts with the requests that lead them.
+
+        Raises:
+            AssertionError: A burst has outlived its leader, or is another prompt's.
+        """
+        leaders = {record.request_id: record for record in self._ledger}
+        for chain, burst in self._bursts.items():
+            leader = leaders.get(burst.leader)
+            assert leader is not None, "a burst outlived its leader"
+            assert (leader.chain, leader.rank) == (chain, burst.rank.number)
+
     def _best(self, hashes: Sequence[int]) -> Rank:
         """The holders and the least loaded rank compete (`decision.choose`)."""
         settings, deterministic = self._settings.routing, self._settings.deterministic

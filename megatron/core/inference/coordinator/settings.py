@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from math import isfinite
 from typing import Any
 
 from megatron.core.inference.config import (
@@ -147,6 +148,18 @@ def flag(name: str) -> str:
     return "--" + (FLAG_PREFIX + name).replace("_", "-")
 
 
+def markdown_table() -> str:
+    """The options as the README shows them."""
+    rows = ["| flag | default | what it does |", "| --- | --- | --- |"]
+    for f in fields(RoutingSettings):
+        option = f.metadata["option"]
+        default = f.default.value if isinstance(f.default, Enum) else f.default
+        limits = f" ({option.range_text})" if option.range_text else ""
+        short = flag(f.name).removeprefix(flag(""))
+        rows.append(f"| `…-{short}` | `{default}`{limits} | {option.help} |")
+    return "\n".join(rows) + "\n"
+
+
 def _converted(name: str, kind: type, value: Any) -> Any:
     option = options()[name]
     number = "a whole number" if kind is int else "a number"
@@ -163,7 +176,7 @@ def _converted(name: str, kind: type, value: Any) -> Any:
         return result
     above = result > (sys.float_info.max if option.maximum is None else option.maximum)
     fraction_lost = kind is int and isinstance(value, float) and result != value
-    if above or not result >= option.minimum or fraction_lost:
+    if above or not isfinite(result) or result < option.minimum or fraction_lost:
         raise SettingsError(f"{flag(name)} is {value!r}; give {number} {option.range_text}")
     return result
 
@@ -193,6 +206,7 @@ class CoordinatorSettings:
     trace: bool = False
 
     def __post_init__(self):
+        object.__setattr__(self, "eviction", PrefixCachingEvictionPolicy(self.eviction))
         if self.max_requests < 1:
             raise SettingsError(f"max_requests is {self.max_requests}; it must be 1 or more")
         if self.expected_ranks < 0:

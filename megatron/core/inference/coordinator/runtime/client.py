@@ -99,13 +99,13 @@ class InferenceClient:
         acknowledgement = self._handshake()
         self._block_size = acknowledgement.block_size
         self._hashed = routes_on_prefix(acknowledgement.signal) and self._block_size > 0
-        self._loop.add_reader(self.socket.getsockopt(zmq.FD), self._on_readable)
+        self._loop.add_reader(self.socket.FD, self._on_readable)
         self._loop.call_soon_threadsafe(self._on_readable)
 
     def _handshake(self) -> m.ConnectAck:
         tried = f"{self.address} (CONNECT, protocol {PROTOCOL_VERSION})"
         self._send(m.Connect(PROTOCOL_VERSION, text_prompts=self.tokenizer is None))
-        if not self.socket.poll(self.connect_timeout * 1000):
+        if not self.socket.poll(int(self.connect_timeout * 1000)):
             raise CoordinatorUnreachable(
                 f"no answer from {tried} within {self.connect_timeout:g} s; is the coordinator "
                 "running, and is this its address?"
@@ -128,7 +128,7 @@ class InferenceClient:
         if self.socket.closed:
             return
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self.socket.getsockopt(zmq.FD))
+            self._loop.remove_reader(self.socket.FD)
         for future in list(self.completion_futures.values()):
             future.cancel()
         self.completion_futures.clear()
@@ -226,14 +226,19 @@ class InferenceClient:
         future = self.completion_futures.get(request_id)
         if future is None or future.done():
             return  # cancelled; whoever asked does not want it any more
-        reply = wire.unpack(message.body)
+        try:
+            future.set_result(self._answer(request_id, message.body))
+        except Exception as error:  # nobody else would ever tell who waits
+            future.set_exception(error)
+
+    def _answer(self, request_id: int, body: bytes) -> Any:
+        reply = wire.unpack(body)
         reply["latency"] = time.perf_counter() - self.request_submission_times[request_id]
         if request_id in self._prompt_texts:
             reply["prompt"] = self._prompt_texts[request_id]
         if self.tokenizer is not None and reply.get("generated_text") is None:
             reply["generated_text"] = text.generated_text(self.tokenizer, reply)
-        answer = DynamicInferenceRequest.deserialize(reply) if self.deserialize else reply
-        future.set_result(answer)
+        return DynamicInferenceRequest.deserialize(reply) if self.deserialize else reply
 
     # --- control signals ---------------------------------------------------------------------
 
@@ -276,5 +281,5 @@ class InferenceClient:
     def _send(self, message: m.ToCoordinator) -> None:
         self.socket.send_multipart(wire.encode(message))
         # Sending may swallow the one signal that something has arrived: look again.
-        if self._loop is not None and self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if self._loop is not None and int(self.socket.EVENTS) & zmq.POLLIN:
             self._loop.call_soon_threadsafe(self._on_readable)

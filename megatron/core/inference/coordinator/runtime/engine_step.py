@@ -183,7 +183,6 @@ def _answer(engine: Any, end: EngineEnd, record: Any) -> m.Answer:
         return m.Answer(request_id, "", skipped, end.weight_epoch, b"")
     reply = record.merge().serialize()
     reply["num_cached_tokens"] = skipped
-    reply["weight_epoch"] = end.weight_epoch
     if wants_text and reply.get("generated_text") is None:
         reply["generated_text"] = text.generated_text(engine.controller.tokenizer, reply)
     return m.Answer(request_id, reply["status"], skipped, end.weight_epoch, wire.pack(reply))

@@ -27,18 +27,20 @@ class EventLog:
         self._logger = logger
         self._said: OrderedDict[tuple[str, bytes], None] = OrderedDict()
         self.counts: Counter[str] = Counter()
+        self._tellers: Counter[str] = Counter()  # peers that caused an event
 
     def write(self, log: Log) -> None:
         """Count an event, and say it unless it was said often enough."""
         self.counts[log.event] += 1
-        count = self.counts[log.event]
         fields = dict(log.fields)
         if log.peer is not None:
             if self._heard(log.event, log.peer):
                 return
-            if count > _SAID_IN_FULL and count & (count - 1):
+            self._tellers[log.event] += 1
+            tellers = self._tellers[log.event]
+            if tellers > _SAID_IN_FULL and tellers & (tellers - 1):
                 return
-            fields |= {"peer": log.peer.hex(), "times": count}
+            fields |= {"peer": log.peer.hex(), "times": self.counts[log.event]}
         level = logging.WARNING if log.warning else logging.INFO
         self._logger.log(level, "%s", render(log.event, fields))
 

@@ -29,7 +29,8 @@ class GroupPublisher:
     def __init__(self, context: zmq.Context, host: str, others: int):
         self._others = others
         self.socket = context.socket(zmq.XPUB)
-        self.socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # or equal subscriptions are told once
+        # Or equal subscriptions, and their ends, are told once.
+        self.socket.setsockopt(zmq.XPUB_VERBOSER, 1)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         port = self.socket.bind_to_random_port(f"tcp://{host}")
         self.address = f"tcp://{host}:{port}"
@@ -41,13 +42,14 @@ class GroupPublisher:
             TimeoutError: Some did not.
         """
         deadline = time.monotonic() + _JOIN_SECONDS
-        for joined in range(self._others):
+        joined = 0
+        while joined < self._others or self.socket.poll(0):
             if not self.socket.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 raise TimeoutError(
                     f"{joined} of {self._others} model-parallel workers joined {self.address} "
-                    f"within {_JOIN_SECONDS:.0f} s"
+                    f"within {_JOIN_SECONDS:g} s"
                 )
-            self.socket.recv()
+            joined += 1 if self.socket.recv()[0] else -1  # 0: it left, or its connection broke
 
     def publish(self, messages: Sequence[Sequence[bytes]]) -> None:
         """Hand over the messages of one drain, frames kept apart."""

@@ -19,7 +19,7 @@ from megatron.core.inference.coordinator.runtime.text import generated_text
 
 logger = logging.getLogger(__name__)
 
-_TICK_SECONDS = 1.0
+_TICK_MS = 1000
 _MESSAGES_PER_POLL = 256
 
 
@@ -52,7 +52,9 @@ class CoordinatorLoop:
         self._poller = zmq.Poller()
         self._poller.register(router, zmq.POLLIN)
         self._wake_up, self._woken = os.pipe()[::-1]
-        self._stop_fds = {self._woken} | ({stop_when_readable} - {None})
+        self._stop_fds = {self._woken}
+        if stop_when_readable is not None:
+            self._stop_fds.add(stop_when_readable)
         for descriptor in self._stop_fds:
             self._poller.register(descriptor, zmq.POLLIN)
         self._performers: dict[type, Callable[[Any], None]] = {
@@ -65,13 +67,13 @@ class CoordinatorLoop:
     def run(self) -> None:
         """Receive and decide until stopped."""
         while not self._stopped:
-            ready = dict(self._poller.poll(_TICK_SECONDS * 1000))
+            ready = dict(self._poller.poll(_TICK_MS))
             if self._stop_fds & ready.keys():
                 return
             if self._router in ready:
                 self._receive()
             if time.monotonic() >= self._next_tick:
-                self._next_tick = time.monotonic() + _TICK_SECONDS
+                self._next_tick = time.monotonic() + _TICK_MS / 1000
                 self._handle(m.Incoming(b"", m.Tick()))
 
     def stop(self) -> None:

@@ -15,6 +15,7 @@ SUPPORTED = "0.19"
 _INFERENCE = "megatron.core.inference"
 _SERVER = f"{_INFERENCE}.text_generation_server.dynamic_text_gen_server"
 
+_RESUME = "resume_paused_requests"
 _START = "start_listening_to_data_parallel_coordinator"
 
 _replaced: list[tuple[Any, str, Any]] = []
@@ -80,9 +81,16 @@ def unpatch() -> None:
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
     from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 
-    from megatron.core.inference.coordinator.runtime import client, engine_start, engine_step, http
+    from megatron.core.inference.coordinator.runtime import (
+        client,
+        engine_mending,
+        engine_start,
+        engine_step,
+        http,
+    )
     from megatron.core.inference.coordinator.runtime.drop_in import DataParallelInferenceCoordinator
 
     coordinator = "DataParallelInferenceCoordinator"
@@ -100,4 +108,5 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (DynamicInferenceEngine, "async_bookkeep", engine_step.async_bookkeep),
         (DynamicInferenceEngine, "_handle_failed_request", engine_step.handle_failed_request),
         (DynamicInferenceEngine, "shutdown", engine_step.shutdown),
+        (DynamicInferenceContext, _RESUME, engine_mending.resume_paused_requests),
     ]

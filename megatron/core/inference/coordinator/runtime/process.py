@@ -17,6 +17,7 @@ import zmq
 from megatron.core.inference.coordinator.core import Coordinator
 from megatron.core.inference.coordinator.runtime import sockets
 from megatron.core.inference.coordinator.runtime.eventlog import render
+from megatron.core.inference.coordinator.runtime.fork_server import sigint_held, warm_up
 from megatron.core.inference.coordinator.runtime.loop import CoordinatorLoop, write_schedule
 from megatron.core.inference.coordinator.settings import CoordinatorSettings
 
@@ -139,12 +140,13 @@ class CoordinatorProcess:
     """
 
     def __init__(self, settings: ProcessSettings, tokenizer: Any = None):
-        context = multiprocessing.get_context("forkserver")
+        context = warm_up()
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(
             target=run, args=(settings, tokenizer, theirs), name="coordinator", daemon=True
         )
-        self.process.start()
+        with sigint_held():
+            self.process.start()
         theirs.close()
         self._last_error: str | None = None
         self.address = self._wait_for_address()

@@ -6,7 +6,7 @@ megatron-core peers say instead is in `released.py`; `Codec` tells the two apart
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import msgpack
@@ -125,10 +125,9 @@ def decode_from_coordinator(frames: Sequence[bytes]) -> m.FromCoordinator:
         return m.Control(Signal(header), tuple(items))
     message = _decode(_FROM_COORDINATOR, header, items, frames[1:])
     if isinstance(message, m.RegisterAck):
-        *values, state = astuple(message)
-        if state not in FleetState:
-            raise WireError(f"unknown fleet state {state!r}")
-        message = m.RegisterAck(*values, FleetState(state))
+        if message.state not in FleetState:
+            raise WireError(f"unknown fleet state {message.state!r}")
+        message = replace(message, state=FleetState(message.state))
     return message
 
 
@@ -161,7 +160,9 @@ def _decode_replies(items: list[Any], bodies: Sequence[bytes]) -> m.EngineReply:
         _expect_count("items of a reply", len(described), 4)
         _expect_types(described, (int, str, int, int))
     return m.EngineReply(
-        tuple(m.Answer(*d, body) for d, body in zip(items[0], bodies, strict=True))
+        tuple(
+            m.Answer(d[0], d[1], d[2], d[3], body) for d, body in zip(items[0], bodies, strict=True)
+        )
     )
 
 

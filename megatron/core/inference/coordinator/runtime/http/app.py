@@ -1,0 +1,215 @@
+"""The OpenAI-compatible application: megatron-core's endpoints, and what they lack around them."""
+
+import logging
+import time
+from typing import Any
+
+from megatron.core.inference.text_generation_server.dynamic_text_gen_server import endpoints
+from quart import Quart, Request, Response, current_app, g, request
+from quart.json.provider import DefaultJSONProvider
+from quart.wrappers.request import Body
+from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTooLarge
+
+from megatron.core.inference.coordinator.runtime.http import errors, jsons
+from megatron.core.inference.coordinator.runtime.http.errors import ApiError
+from megatron.core.inference.coordinator.runtime.http.recording import (
+    RecordingClient,
+    RepeatingTokenizer,
+    Work,
+    finish,
+)
+from megatron.core.inference.coordinator.runtime.http.validation import (
+    Plan,
+    chat_plan,
+    completion_plan,
+)
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MODEL_NAME = "megatron"
+
+MAX_BODY_BYTES = 2**30
+"""Largest request body: megatron-core's own limit."""
+
+_PLANNERS = {
+    endpoints.ChatCompletions.name: chat_plan,
+    endpoints.Completions.name: completion_plan,
+}
+
+
+def build_app(
+    client: Any,
+    tokenizer: Any,
+    *,
+    parsers: list[str] | None = None,
+    verbose: bool = False,
+    model_name: str = DEFAULT_MODEL_NAME,
+    replica: int = 0,
+    vocab_size: int | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> Quart:
+    """Builds the application of one front end.
+
+    Args:
+        client: A started inference client.
+        tokenizer: A megatron-core tokenizer.
+        parsers: Names of megatron-core's response parsers, applied in order.
+        verbose: Log every request and reply.
+        model_name: The one model that /v1/models lists and that answers name.
+        replica: Which front end this is; sent along as header `x-frontend-replica`.
+        vocab_size: Token ids in requests must be below it: others can crash an engine. None: the
+            tokenizer's, if it has one. A model whose vocabulary is padded may answer with more.
+        max_body_bytes: Larger bodies are refused with status 413.
+    """
+    app = Quart(__name__, static_folder=None)
+    app.request_class = PlannedRequest
+    app.json = AnswerJSON(app)
+    app.config.update(
+        MAX_CONTENT_LENGTH=max_body_bytes,
+        MODEL_NAME=model_name,
+        REPLICA=str(replica),
+        VOCAB_SIZE=vocab_size or _vocab_size(tokenizer),
+        # The endpoints look these four up:
+        client=RecordingClient(client),
+        tokenizer=RepeatingTokenizer(tokenizer),
+        parsers=parsers,
+        verbose=verbose,
+    )
+    for blueprint in endpoints.__all__:
+        app.register_blueprint(blueprint)
+    _add_models(app, model_name)
+    app.before_request(_plan)
+    app.after_request(_complete)
+    app.register_error_handler(ApiError, _answer_api_error)
+    app.register_error_handler(HTTPException, _answer_http_error)
+    app.register_error_handler(Exception, _answer_fault)
+    return app
+
+
+class BoundedBody(Body):
+    """A body that stops growing at its limit, also when nobody announced its length."""
+
+    _received = 0
+
+    async def put(self, data: bytes) -> None:
+        """Takes the next piece, unless the body has become too large."""
+        self._received += len(data)
+        limit = self._max_content_length
+        if limit is not None and self._received > limit:
+            self._must_raise = RequestEntityTooLarge()
+        if self._must_raise is None:
+            await super().put(data)
+        else:
+            self._complete.set()
+
+
+class PlannedRequest(Request):
+    """A request whose JSON body, once planned, is the plan's normal form.
+
+    Attributes:
+        plan: None for requests that need none.
+    """
+
+    body_class = BoundedBody
+    plan: Plan | None = None
+
+    async def get_json(self, force: bool = False, silent: bool = False, cache: bool = True) -> Any:
+        """The normal form, whatever the content type; the plain body without a plan."""
+        if self.plan is not None:
+            return self.plan.body
+        return await super().get_json(force, silent, cache)
+
+
+class AnswerJSON(DefaultJSONProvider):
+    """Completes the endpoints' answers before they become text."""
+
+    def response(self, *args: Any, **kwargs: Any) -> Response:
+        """A JSON response."""
+        value = self._prepare_response_obj(args, kwargs)
+        work = g.get("work")
+        if work is not None and isinstance(value, dict) and "choices" in value:
+            finish(value, work, current_app.config["MODEL_NAME"])
+        return _json(value)
+
+
+async def _plan() -> None:
+    """Checks a request and puts it in the form that its endpoint can read."""
+    planner = _PLANNERS.get(request.blueprint or "")
+    if planner is None or request.method != "POST":
+        return
+    data = await request.get_data(cache=False)
+    try:
+        body = jsons.loads(data)
+    except ValueError as error:
+        raise errors.invalid(
+            None, f"The request body is not valid JSON: {error}.", "invalid_json"
+        ) from None
+    request.plan = planner(body, current_app.config["VOCAB_SIZE"])
+    g.work = Work(request.plan)
+
+
+async def _complete(response: Response) -> Response:
+    """Makes what an endpoint returned OpenAI's, where it is not yet."""
+    work: Work | None = g.get("work")
+    if work is not None and not work.finished:
+        text = await response.get_data(as_text=True)
+        if response.status_code >= 400 and not response.is_json:
+            response = _error(errors.of_released(response.status_code, text, work.failures()))
+        elif response.status_code == 200:
+            answer = jsons.loads(text)
+            finish(answer, work, current_app.config["MODEL_NAME"])
+            response = _json(answer)
+    response.headers["x-frontend-replica"] = current_app.config["REPLICA"]
+    return response
+
+
+async def _answer_api_error(error: ApiError) -> Response:
+    return _error(error)
+
+
+async def _answer_http_error(error: HTTPException) -> Response:
+    reason = error.description or ""
+    api_error = errors.of_status(error.code or 500, request.method, request.path, reason)
+    response = _error(api_error)
+    if isinstance(error, MethodNotAllowed):
+        response.headers["Allow"] = ", ".join(sorted(error.valid_methods or ()))
+    return response
+
+
+async def _answer_fault(error: Exception) -> Response:
+    logger.error("http_request_failed path=%s", request.path, exc_info=error)
+    return _error(errors.internal())
+
+
+def _error(error: ApiError) -> Response:
+    response = _json(error.body, error.status)
+    response.headers.extend(error.headers)
+    return response
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(jsons.dumps(value), status=status, mimetype="application/json")
+
+
+def _add_models(app: Quart, name: str) -> None:
+    model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "megatron"}
+
+    async def models() -> Response:
+        return _json({"object": "list", "data": [model]})
+
+    async def one_model(wanted: str) -> Response:
+        if wanted != name:
+            raise ApiError(404, f"The model {wanted} does not exist.", code="model_not_found")
+        return _json(model)
+
+    for prefix in ("", "/v1"):
+        app.add_url_rule(f"{prefix}/models", f"models{prefix}", models)
+        app.add_url_rule(f"{prefix}/models/<path:wanted>", f"one_model{prefix}", one_model)
+
+
+def _vocab_size(tokenizer: Any) -> int | None:
+    """How many token ids the tokenizer says there are; None when it does not say."""
+    try:
+        return int(tokenizer.vocab_size)
+    except (AttributeError, NotImplementedError, TypeError, ValueError):
+        return None

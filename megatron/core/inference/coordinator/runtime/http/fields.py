@@ -1,0 +1,128 @@
+"""Checks of single request fields. Each takes a field's name and value and returns its normal form.
+
+Pure. A check raises `ApiError` with status 400 that names the field and what it must be. None never
+reaches a check: it means "not given".
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from megatron.core.inference.coordinator.runtime.http.errors import invalid
+
+Check = Callable[[str, Any], Any]
+
+LARGEST_INT = 2**31 - 1
+"""Largest integer the engine's 32-bit tensors hold."""
+
+MAX_STOP_WORDS = 64
+"""The engine compares every stop word after every token."""
+
+_WRONG_TYPE = "invalid_type"
+
+
+def integer(low: int, high: int = LARGEST_INT) -> Check:
+    """An integer in [low, high]; true and false are none."""
+
+    def check(name: str, value: Any) -> int:
+        if type(value) is not int:
+            raise invalid(name, f"{name} must be an integer.", _WRONG_TYPE)
+        if not low <= value <= high:
+            raise invalid(name, f"{name} must be between {low} and {high}.")
+        return value
+
+    return check
+
+
+def number(low: float, high: float) -> Check:
+    """A number in [low, high]; NaN is none."""
+
+    def check(name: str, value: Any) -> float:
+        if type(value) not in (int, float):
+            raise invalid(name, f"{name} must be a number.", _WRONG_TYPE)
+        if not low <= value <= high:
+            raise invalid(name, f"{name} must be between {low:g} and {high:g}.")
+        return float(value)
+
+    return check
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or false."""
+    if type(value) is not bool:
+        raise invalid(name, f"{name} must be true or false.", _WRONG_TYPE)
+    return value
+
+
+def no_stream(name: str, value: Any) -> bool:
+    """False: answers come whole."""
+    if flag(name, value):
+        raise invalid(name, "Streaming is not supported; send stream: false.", "unsupported_value")
+    return value
+
+
+def json_object(name: str, value: Any) -> dict[str, Any]:
+    """A JSON object."""
+    if not isinstance(value, dict):
+        raise invalid(name, f"{name} must be an object.", _WRONG_TYPE)
+    return value
+
+
+def json_objects(name: str, value: Any) -> list[dict[str, Any]]:
+    """A list of JSON objects."""
+    if not isinstance(value, list):
+        raise invalid(name, f"{name} must be a list.", _WRONG_TYPE)
+    return [json_object(f"{name}[{index}]", each) for index, each in enumerate(value)]
+
+
+def text(name: str, value: Any) -> str:
+    """A string that UTF-8 can carry."""
+    if not isinstance(value, str):
+        raise invalid(name, f"{name} must be a string.", _WRONG_TYPE)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise invalid(name, f"{name} has a lone surrogate, which is no character.") from None
+    return value
+
+
+def filled_text(name: str, value: Any) -> str:
+    """A string that is not empty."""
+    if not text(name, value):
+        raise invalid(name, f"{name} must not be empty.")
+    return value
+
+
+def stop_words(name: str, value: Any) -> list[str]:
+    """One string or a list of them, as a list."""
+    words = [value] if isinstance(value, str) else value
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise invalid(name, f"{name} must be a string or a list of strings.", _WRONG_TYPE)
+    if len(words) > MAX_STOP_WORDS:
+        raise invalid(name, f"{name} must have at most {MAX_STOP_WORDS} strings.")
+    return [filled_text(name, word) for word in words]
+
+
+def tool_choice(name: str, value: Any) -> str | dict[str, Any]:
+    """One of three words, or the tool to call."""
+    if isinstance(value, dict) or value in ("none", "auto", "required"):
+        return value
+    raise invalid(name, f'{name} must be "none", "auto", "required" or an object.')
+
+
+def token_ids(vocab_size: int | None) -> Check:
+    """A list of ids in [0, vocab_size); any that fits 32 bits when None."""
+    largest = LARGEST_INT if vocab_size is None else vocab_size - 1
+
+    def check(name: str, value: Any) -> list[int]:
+        if not isinstance(value, list) or not only(value, {int}):
+            raise invalid(name, f"{name} must be a list of token ids.", _WRONG_TYPE)
+        if value and not (min(value) >= 0 and max(value) <= largest):
+            raise invalid(name, f"{name} has a token id outside 0 to {largest}.")
+        return value
+
+    return check
+
+
+def only(values: Sequence[Any], types: Collection[type]) -> bool:
+    """Whether every value is exactly of one of `types`; quick on long lists."""
+    return set(map(type, values)) <= set(types)

@@ -1,0 +1,47 @@
+"""Runs of the same conversations on servers of different kinds; each server starts once."""
+
+import pytest
+from conversations import Run, five_turn_chat, hold_conversations
+from serving import Served, serve
+
+FLAG = "--inference-dynamic-batching-prefix-caching"
+
+
+@pytest.fixture(scope="session")
+def affinity(tmp_path_factory) -> tuple[Run, Served, int]:
+    """The default server's run, the server after Ctrl-C, and its exit code."""
+    with serve(tmp_path_factory.mktemp("affinity")) as served:
+        run = hold_conversations(served.urls)
+        five_turn_chat(served.urls[0])
+        code = served.stop()
+    return run, served, code
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory) -> tuple[Run, Served]:
+    """One engine without prefix caching."""
+    folder = tmp_path_factory.mktemp("reference")
+    with serve(folder, "--no-inference-dynamic-batching-prefix-caching", replicas=1) as served:
+        run = hold_conversations(served.urls)
+        served.stop()
+    return run, served
+
+
+@pytest.fixture(scope="session")
+def load_balanced(tmp_path_factory) -> tuple[Run, Served]:
+    """The control: the same engines, routed by load alone; front ends on all ranks."""
+    folder = tmp_path_factory.mktemp("load_balanced")
+    flags = [f"{FLAG}-coordinator-policy=load_balanced", "--frontend-on-all-ranks"]
+    with serve(folder, *flags, "--frontend-replicas=1") as served:
+        run = hold_conversations(served.urls)
+        served.stop()
+    return run, served
+
+
+@pytest.fixture(scope="session")
+def tensor_parallel(tmp_path_factory) -> Run:
+    """Two replicas of two ranks each, over gloo."""
+    folder = tmp_path_factory.mktemp("tensor_parallel")
+    flags = ["--tensor-model-parallel-size=2", "--frontend-replicas=1"]
+    with serve(folder, *flags, replicas=4) as served:
+        return hold_conversations(served.urls)

@@ -1,0 +1,186 @@
+"""Small factories for tests that drive a coordinator without any socket."""
+
+from dataclasses import fields
+from typing import Any
+
+import hypothesis
+from megatron.core.inference.config import PrefixCachingEvictionPolicy
+
+from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.core import Coordinator
+from megatron.core.inference.coordinator.hashing import block_hashes, pack_hashes
+from megatron.core.inference.coordinator.lifecycle import Signal
+from megatron.core.inference.coordinator.settings import (
+    PROTOCOL_VERSION,
+    CoordinatorSettings,
+    RoutingSettings,
+)
+
+# How long an example takes says nothing on a machine that is busy with other things.
+hypothesis.settings.register_profile("busy_machine", deadline=None)
+hypothesis.settings.load_profile("busy_machine")
+
+BLOCK = 4
+"""Tokens in a block of every coordinator made here."""
+
+CLIENT = b"client"
+SAMPLING, PROMPT, BODY = b"sampling", b"prompt", b"body"
+"""Bodies, which nobody in the core looks into."""
+
+LRU, REF_ZERO = PrefixCachingEvictionPolicy.LRU, PrefixCachingEvictionPolicy.REF_ZERO
+
+_ROUTING = {field.name for field in fields(RoutingSettings)}
+
+
+def make_settings(**values: Any) -> CoordinatorSettings:
+    """Coordinator settings; fields of `RoutingSettings` go there."""
+    routing = {name: value for name, value in values.items() if name in _ROUTING}
+    rest = {name: value for name, value in values.items() if name not in _ROUTING}
+    return CoordinatorSettings(
+        **{"routing": RoutingSettings(**routing), "block_size_tokens": BLOCK, **rest}
+    )
+
+
+def make_register(dp_rank: int = 0, replica: str = "job", **values: Any) -> m.Register:
+    """A registration of an engine of ours: lru, 64 places, more room than any test needs."""
+    usual = {
+        "version": PROTOCOL_VERSION,
+        "max_requests": 64,
+        "block_size": BLOCK,
+        "total_blocks": 10_000,
+        "eviction": "lru",
+    }
+    return m.Register(replica=replica, dp_rank=dp_rank, **usual | values)
+
+
+def stock_register() -> m.Register:
+    """The registration of a released engine."""
+    return m.Register(version=None)
+
+
+def make_connect(text_prompts: bool = False) -> m.Connect:
+    """The greeting of a client of ours."""
+    return m.Connect(PROTOCOL_VERSION, text_prompts)
+
+
+def tokens(blocks: int, name: int = 0) -> list[int]:
+    """A prompt of full blocks; of one name, the shorter is a prefix of the longer."""
+    return [1000 * name + i for i in range(blocks * BLOCK)]
+
+
+def hashes(prompt: list[int]) -> list[int]:
+    """The block hashes of a prompt."""
+    return block_hashes(prompt, BLOCK)
+
+
+def submission(name: Any, prompt: list[int] | None = None) -> m.SubmitRequest:
+    """A request: of these tokens, hashed; or of text, not hashed."""
+    if prompt is None:
+        return m.SubmitRequest(name, -1, SAMPLING, PROMPT)
+    return m.SubmitRequest(name, len(prompt), SAMPLING, PROMPT, pack_hashes(hashes(prompt)))
+
+
+def answer(request_id: int, body: bytes = BODY, cached_tokens: int = 0) -> m.Answer:
+    """A finished request."""
+    return m.Answer(request_id, "COMPLETED", cached_tokens, 0, body)
+
+
+def replies(*request_ids: int) -> m.EngineReply:
+    """The reply of one step that finished these requests."""
+    return m.EngineReply(tuple(answer(request_id) for request_id in request_ids))
+
+
+def sends(effects: list[m.Effect]) -> list[m.Send]:
+    """Only what is sent."""
+    return [effect for effect in effects if isinstance(effect, m.Send)]
+
+
+def logs(effects: list[m.Effect]) -> list[str]:
+    """Only the names of what is logged."""
+    return [effect.event for effect in effects if isinstance(effect, m.Log)]
+
+
+class Fleet:
+    """A coordinator with one client, told one message at a time and checked after each.
+
+    Args:
+        ranks: How many engines of ours register at once, as peers b"0", b"1", …
+        values: See `make_settings`; and what `make_register` takes, for these engines.
+    """
+
+    def __init__(self, ranks: int = 0, register: dict[str, Any] | None = None, **values: Any):
+        self.core = Coordinator(make_settings(**values))
+        self.now = 0.0
+        self._asked = 0
+        self._register = register or {}
+        self.tell(CLIENT, make_connect())
+        for _ in range(ranks):
+            self.join()
+
+    def tell(self, peer: bytes, message: m.ToCoordinator) -> list[m.Effect]:
+        """Handle one message."""
+        effects = self.core.handle(m.Incoming(peer, message), self.now)
+        self.core.check_integrity()
+        return effects
+
+    def tick(self) -> list[m.Effect]:
+        """Let the coordinator look at the clock."""
+        return self.tell(b"", m.Tick())
+
+    def join(self, **values: Any) -> int:
+        """Another engine of ours registers; returns its number."""
+        dp_rank = len(self.core.ranks)
+        self.tell(b"%d" % dp_rank, make_register(dp_rank, **self._register | values))
+        return dp_rank
+
+    def signal(self, *signals: Signal) -> None:
+        """The client sends control signals, none of which has arguments."""
+        for signal in signals:
+            self.tell(CLIENT, m.Control(signal))
+
+    def ask(self, prompt: list[int] | None = None, message: m.SubmitRequest | None = None):
+        """The client submits a request, which must be routed at once.
+
+        Returns:
+            The number of the rank that got it, and the id that it got.
+        """
+        self._asked += 1
+        effects = self.tell(CLIENT, message or submission(self._asked, prompt))
+        (sent,) = sends(effects)
+        assert isinstance(sent.message, m.EngineRequest), sent
+        rank = self.core.ranks.of_peer(sent.peer)
+        assert rank is not None
+        return rank.number, sent.message.request_id
+
+    def route(self, prompt: list[int] | None = None) -> int:
+        """The rank that gets this request."""
+        return self.ask(prompt)[0]
+
+    def answer(self, *request_ids: int) -> list[m.Effect]:
+        """Engines answer these requests."""
+        effects = []
+        for request_id in request_ids:
+            (record,) = (r for r in self.core.ledger if r.request_id == request_id)
+            assert record.rank is not None
+            rank = self.core.ranks.get(record.rank)
+            assert rank is not None
+            effects += self.tell(rank.peer, replies(request_id))
+        return effects
+
+    def answer_all(self) -> None:
+        """Engines answer everything."""
+        self.answer(*[record.request_id for record in self.core.ledger])
+
+    def load_up(self, rank: int, load: int) -> list[int]:
+        """Send unhashed requests until this rank, which must be the least loaded, has `load`."""
+        ids = []
+        while self.core.ledger.load(rank) < load:
+            got, request_id = self.ask()
+            assert got == rank
+            ids.append(request_id)
+        return ids
+
+    @property
+    def loads(self) -> list[int]:
+        """Requests in flight, by rank."""
+        return [self.core.ledger.load(rank.number) for rank in self.core.ranks]

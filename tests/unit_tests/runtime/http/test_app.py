@@ -1,0 +1,757 @@
+"""The application, driven by Quart's test client over an inference client that answers itself."""
+
+import asyncio
+import itertools
+import json
+
+import msgpack
+import pytest
+import torch
+from megatron.core.inference.contexts.dynamic_context import MaxSequenceLengthOverflowError
+from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
+from megatron.core.inference.text_generation_server.dynamic_text_gen_server.endpoints import (
+    chat_completions,
+)
+
+from megatron.core.inference.coordinator.runtime.http.app import build_app
+from megatron.core.inference.coordinator.runtime.http.validation import GREEDY, sampling
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+BEGIN, END = 256, 257  # of a message
+
+
+class Tokenizer:
+    """A token per byte, and a chat template."""
+
+    vocab_size = 258
+    eod = eos_id = END
+    bos = None
+    chat_template = "yes"
+
+    def __init__(self):
+        self.tokenized = []
+
+    def tokenize(self, text):
+        if text == "unspeakable":
+            raise ValueError("no token for it")
+        self.tokenized.append(text)
+        return list(text.encode())
+
+    def detokenize(self, ids, **_):
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, tools):
+        assert tokenize
+        if messages[0]["role"] == "nobody":
+            raise ValueError("unknown role")
+        ids = []
+        for message in messages:
+            ids += [BEGIN, *f"{message['role']}\n{message['content']}".encode(), END]
+        return [*ids, BEGIN, *b"assistant\n"] if add_generation_prompt else ids
+
+
+class PlainTokenizer(Tokenizer):
+    chat_template = None
+
+
+class LostError(Exception):
+    code = "no_replica"
+    retryable = True
+
+
+class Client:
+    """Answers every request with "ok"; `script` replaces or changes answers, first one first."""
+
+    def __init__(self, *script):
+        self.script = list(script)
+        self.seen = []
+        self.profiling = False
+
+    def add_request(self, prompt, params):
+        self.seen.append((prompt, params))
+        future = asyncio.get_running_loop().create_future()
+        change = self.script.pop(0) if self.script else {}
+        if isinstance(change, Exception):
+            future.set_exception(change)
+        else:
+            future.set_result(answer(prompt, params) | change)
+        return future
+
+    def start_cuda_profiler(self):
+        self.profiling = True
+
+
+def answer(prompt, params):
+    """What an engine's answer looks like after its way here."""
+    request = DynamicInferenceRequest(
+        request_id=1, prompt_tokens=torch.tensor(prompt), sampling_params=params
+    )
+    limit = params.num_tokens_to_generate
+    request.generated_tokens = [*b"ok", END][:limit]
+    request.sampling_params.num_tokens_to_generate = 100 if limit is None else limit
+    request.status = Status.COMPLETED
+    if params.return_log_probs:
+        request.generated_log_probs = [-0.5 * (i + 1) for i in range(len(request.generated_tokens))]
+        if params.top_n_logprobs:
+            request.generated_top_n_logprobs = [{"x": -0.1} for _ in request.generated_tokens]
+        if not params.skip_prompt_log_probs:
+            request.prompt_log_probs = [-2.0] * (len(prompt) - 1)
+    reply = msgpack.unpackb(msgpack.packb(request.serialize()))
+    return reply | {
+        "generated_text": bytes(t for t in request.generated_tokens if t < 256).decode()
+    }
+
+
+def failed(error):
+    request = DynamicInferenceRequest(request_id=1, prompt_tokens=torch.tensor([1]))
+    request.status = Status.FAILED
+    request.add_event_error_nontransient(error)
+    return request.serialize()
+
+
+def app_with(client=None, tokenizer=None, **options):
+    return build_app(client or Client(), tokenizer or Tokenizer(), **options)
+
+
+def ask(app, path, body=None, *, method="POST", data=None, headers=None):
+    """Status, decoded body and headers of one request; `body` is sent as JSON."""
+
+    async def talk():
+        options = {"headers": headers} if data is None else {"data": data, "headers": headers}
+        if body is not None:
+            options["json"] = body
+        response = await app.test_client().open(path, method=method, **options)
+        return response.status_code, await response.get_json(force=True), response.headers
+
+    return asyncio.run(talk())
+
+
+def chat(app, **fields):
+    return ask(app, CHAT, {"messages": HELLO} | fields)
+
+
+def complete(app, **fields):
+    return ask(app, COMPLETIONS, {"prompt": "hi"} | fields)
+
+
+def error(message, param=None, code="invalid_value", kind="invalid_request_error"):
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+# --- answers -----------------------------------------------------------------------------------
+
+
+def test_chat_answer():
+    status, body, headers = chat(app_with(replica=3, model_name="tiny"))
+    assert status == 200
+    assert (body["object"], body["model"]) == ("chat.completion", "tiny")
+    [choice] = body["choices"]
+    assert choice["message"]["content"] == "ok"
+    assert choice["finish_reason"] == "stop"
+    prompt = len(b"user\nhello") + 2 + len(b"assistant\n") + 1
+    assert body["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": 3,
+        "total_tokens": prompt + 3,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    assert headers["x-frontend-replica"] == "3"
+
+
+def test_completion_answer():
+    status, body, _ = complete(app_with(model_name="tiny"), max_tokens=2)
+    assert status == 200
+    assert (body["object"], body["model"]) == ("text_completion", "tiny")
+    [choice] = body["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("ok", "length")
+    assert choice["prompt_token_ids"] == [*b"hi"]
+    assert body["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 2,
+        "total_tokens": 4,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+@pytest.mark.parametrize("path", ["/models", "/v1/models"])
+def test_models(path):
+    status, body, _ = ask(app_with(model_name="org/tiny"), path, method="GET")
+    assert status == 200
+    assert body["object"] == "list"
+    [model] = body["data"]
+    assert isinstance(model.pop("created"), int)
+    assert model == {"id": "org/tiny", "object": "model", "owned_by": "megatron"}
+    status, one, _ = ask(app_with(model_name="org/tiny"), f"{path}/org/tiny", method="GET")
+    assert (status, one["id"]) == (200, "org/tiny")
+    status, body, _ = ask(app_with(), f"{path}/x", method="GET")
+    assert status == 404
+    assert body == error("The model x does not exist.", code="model_not_found")
+
+
+def test_health_and_profile_are_megatrons():
+    client = Client()
+    status, body, _ = ask(app_with(client), "/v1/health", method="GET")
+    assert (status, body["status"], body["ready"]) == (200, "ok", True)
+    assert ask(app_with(client), "/start_profile")[0] == 200
+    assert client.profiling
+
+
+def test_a_chat_of_five_turns_keeps_its_tokens():
+    client = Client()
+    app = app_with(client)
+    messages = list(HELLO)
+    for turn in range(5):
+        status, body, _ = ask(app, CHAT, {"messages": messages})
+        assert status == 200, body
+        messages.append(body["choices"][0]["message"])
+        messages.append({"role": "user", "content": f"turn {turn}"})
+    prompts = [prompt for prompt, _ in client.seen]
+    assert len(prompts) == 5
+    for earlier, later in itertools.pairwise(prompts):
+        assert later[: len(earlier) + 3] == [*earlier, *b"ok", END]
+
+
+def test_chat_without_a_template_joins_contents():
+    client = Client()
+    messages = [
+        {"role": "system", "content": [{"type": "text", "text": "be "}, {"text": "brief"}]},
+        {"role": "user", "content": None},
+        {"role": "user", "content": "hello"},
+    ]
+    status, _, _ = ask(app_with(client, PlainTokenizer()), CHAT, {"messages": messages})
+    assert status == 200
+    assert client.seen[0][0] == [*b"be brief\n\nhello"]
+
+
+# --- nulls and content types -------------------------------------------------------------------
+
+CHAT_FIELDS = """stream temperature top_p top_k n max_tokens max_completion_tokens stop ignore_eos
+    logprobs top_logprobs skip_prompt_log_probs add_BOS tools tool_choice parallel_tool_calls
+    chat_template_kwargs prevent_retokenization return_tokenized_data return_raw_text seed user"""
+COMPLETION_FIELDS = """stream temperature top_p top_k n max_tokens stop ignore_eos logprobs echo
+    best_of suffix seed user"""
+
+
+def test_null_means_default():
+    for ask_with, names in ((chat, CHAT_FIELDS), (complete, COMPLETION_FIELDS)):
+        nulls, nothing = Client(), Client()
+        assert ask_with(app_with(nulls), **dict.fromkeys(names.split()))[0] == 200
+        assert ask_with(app_with(nothing))[0] == 200
+        assert nulls.seen == nothing.seen
+        for name in names.split():
+            status, body, _ = ask_with(app_with(), **{name: None})
+            assert status == 200, (name, body)
+
+
+def test_null_in_a_message_means_not_given():
+    messages = [
+        {"role": "user", "content": "a", "name": None, "tool_calls": None},
+        {"role": "assistant", "content": None, "prompt_token_ids": None, "refusal": None},
+        {"role": "user", "content": "b"},
+    ]
+    client = Client()
+    assert ask(app_with(client), CHAT, {"messages": messages})[0] == 200
+    assert client.seen[0][0][:9] == [BEGIN, *b"user\na", END, BEGIN]
+
+
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/json; charset=utf-8"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_the_content_type_does_not_matter(path, content_type):
+    data = json.dumps({"messages": HELLO, "prompt": "hi"}).encode()
+    headers = {"Content-Type": content_type} if content_type else {}
+    assert ask(app_with(), path, data=data, headers=headers)[0] == 200
+
+
+# --- sampling ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ask_with", [chat, complete])
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 1e-9}, {"top_p": 0}])
+def test_greedy(ask_with, fields):
+    client = Client()
+    assert ask_with(app_with(client), **fields)[0] == 200
+    params = client.seen[0][1]
+    assert (params.temperature, params.top_k, params.top_p) == (1.0, 1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, (1.0, 0, 0.0)),
+        ({"temperature": 0.7, "top_p": 0.9}, (0.7, 0, 0.9)),
+        ({"top_k": 5}, (1.0, 5, 0.0)),
+        ({"top_k": 5, "top_p": 1.0}, (1.0, 5, 0.0)),
+        ({"top_k": -1, "top_p": 0.5}, (1.0, 0, 0.5)),
+        ({"top_k": 258}, (1.0, 0, 0.0)),
+        (
+            {"top_k": 1, "temperature": 2.0},
+            tuple(GREEDY[k] for k in ("temperature", "top_k", "top_p")),
+        ),
+    ],
+)
+def test_sampling_never_trips_the_engines_asserts(given, wanted):
+    found = sampling(given, 258)
+    assert (found["temperature"], found["top_k"], found["top_p"]) == wanted
+
+
+@pytest.mark.parametrize("stop", ["END", ["END", "\n\n"]])
+@pytest.mark.parametrize("ask_with", [chat, complete])
+def test_stop_words_reach_the_engine(ask_with, stop):
+    client = Client()
+    assert ask_with(app_with(client), stop=stop, n=2)[0] == 200
+    wanted = [stop] if isinstance(stop, str) else stop
+    assert [params.stop_words for _, params in client.seen] == [wanted, wanted]
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"max_tokens": 7}, 7),
+        ({"max_completion_tokens": 7, "max_tokens": 9}, 7),
+        ({"max_completion_tokens": 0}, 0),
+        ({}, None),
+    ],
+)
+def test_chat_token_limits(fields, wanted):
+    client = Client()
+    status, body, _ = chat(app_with(client), **fields)
+    assert status == 200, body
+    assert client.seen[0][1].num_tokens_to_generate == wanted
+
+
+@pytest.mark.parametrize("ask_with", [chat, complete])
+def test_no_token_at_all(ask_with):
+    status, body, _ = ask_with(app_with(), max_tokens=0)
+    assert status == 200
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"]["completion_tokens"] == 0
+
+
+# --- log probabilities and echo ----------------------------------------------------------------
+
+
+def test_completion_log_probs_are_in_step_with_tokens():
+    status, body, _ = complete(app_with(), logprobs=1)
+    assert status == 200
+    assert body["choices"][0]["logprobs"] == {
+        "tokens": ["o", "k", ""],
+        "token_logprobs": [-0.5, -1.0, -1.5],
+        "top_logprobs": [{"x": -0.1}] * 3,
+        "text_offset": [0, 1, 2],
+    }
+
+
+@pytest.mark.parametrize("limit", [0, 3])
+def test_completion_echo_with_log_probs(limit):
+    status, body, _ = complete(app_with(), logprobs=0, echo=True, max_tokens=limit)
+    assert status == 200
+    [choice] = body["choices"]
+    assert choice["text"] == "hiok"[: 2 + limit]
+    assert choice["logprobs"]["tokens"] == ["h", "i", "o", "k", ""][: 2 + limit]
+    assert choice["logprobs"]["token_logprobs"] == [None, -2.0, -0.5, -1.0, -1.5][: 2 + limit]
+
+
+def test_chat_log_probs():
+    status, body, _ = chat(app_with(), logprobs=True, top_logprobs=1)
+    assert status == 200
+    content = body["choices"][0]["logprobs"]["content"]
+    assert [(each["token"], each["logprob"]) for each in content] == [
+        ("o", -0.5),
+        ("k", -1.0),
+        ("", -1.5),
+    ]
+    assert content[0]["top_logprobs"] == [{"token": "x", "logprob": -0.1, "bytes": [120]}]
+
+
+# --- n and usage -------------------------------------------------------------------------------
+
+
+def test_completion_choices_come_prompt_by_prompt():
+    client = Client(*({"generated_text": text} for text in ("a0", "a1", "b0", "b1")))
+    tokenizer = Tokenizer()
+    status, body, _ = complete(app_with(client, tokenizer), prompt=["A", "BB"], n=2, max_tokens=2)
+    assert status == 200
+    assert [(c["index"], c["text"]) for c in body["choices"]] == [
+        (0, "a0"),
+        (1, "a1"),
+        (2, "b0"),
+        (3, "b1"),
+    ]
+    assert [prompt for prompt, _ in client.seen] == [[65], [65], [66, 66], [66, 66]]
+    assert tokenizer.tokenized == ["A", "BB"]
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 8,
+        "total_tokens": 11,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted"),
+    [
+        ("ab", [[97, 98]]),
+        (["ab", "c"], [[97, 98], [99]]),
+        ([97, 98], [[97, 98]]),
+        ([[97, 98], [99]], [[97, 98], [99]]),
+    ],
+)
+def test_the_four_forms_of_a_prompt(prompt, wanted):
+    client = Client()
+    assert complete(app_with(client), prompt=prompt)[0] == 200
+    assert [prompt for prompt, _ in client.seen] == wanted
+
+
+def test_completion_usage_counts_prompts_and_what_they_skipped_once():
+    cached = [{"num_cached_tokens": tokens} for tokens in (0, 64, 16, 0, 99, 0)]
+    prompts = [[7] * 80, [8] * 20, [9] * 3]
+    _, body, _ = complete(app_with(Client(*cached)), prompt=prompts, n=2, max_tokens=1)
+    assert body["usage"] == {
+        "prompt_tokens": 103,
+        "completion_tokens": 6,
+        "total_tokens": 109,
+        "prompt_tokens_details": {"cached_tokens": 64 + 16 + 3},
+    }
+
+
+def test_chat_usage_with_several_choices():
+    client = Client({"num_cached_tokens": 0}, {"num_cached_tokens": 16}, {"num_cached_tokens": -1})
+    status, body, _ = chat(app_with(client), n=3)
+    assert status == 200
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert body["usage"]["completion_tokens"] == 9
+    assert body["usage"]["prompt_tokens"] == len(client.seen[0][0])
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+
+
+def test_answers_that_the_endpoint_encoded_itself_are_completed_too(monkeypatch):
+    class Orjson:
+        @staticmethod
+        def dumps(value):
+            return json.dumps(value).encode()
+
+    monkeypatch.setattr(chat_completions, "HAVE_ORJSON", True)
+    monkeypatch.setattr(chat_completions, "orjson", Orjson, raising=False)
+    status, body, _ = chat(app_with(Client({"num_cached_tokens": 16}), model_name="tiny"))
+    assert (status, body["model"]) == (200, "tiny")
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+WRONG_TYPE = "invalid_type"
+MISSING = "missing_required_parameter"
+
+BOTH_WRONG = [
+    ({"temperature": "hot"}, "temperature must be a number.", WRONG_TYPE),
+    ({"temperature": True}, "temperature must be a number.", WRONG_TYPE),
+    ({"temperature": -1}, "temperature must be between 0 and 100.", "invalid_value"),
+    ({"temperature": 10**400}, "temperature must be between 0 and 100.", "invalid_value"),
+    ({"temperature": float("nan")}, "temperature must be between 0 and 100.", "invalid_value"),
+    ({"top_p": 1.5}, "top_p must be between 0 and 1.", "invalid_value"),
+    ({"top_p": -0.1}, "top_p must be between 0 and 1.", "invalid_value"),
+    ({"top_k": 2.5}, "top_k must be an integer.", WRONG_TYPE),
+    ({"top_k": 5, "top_p": 0.5}, "top_k and top_p cannot be combined; give one of them.", None),
+    ({"max_tokens": "x"}, "max_tokens must be an integer.", WRONG_TYPE),
+    ({"max_tokens": True}, "max_tokens must be an integer.", WRONG_TYPE),
+    ({"max_tokens": -1}, "max_tokens must be between 0 and 2147483647.", "invalid_value"),
+    ({"n": 0}, "n must be between 1 and 128.", "invalid_value"),
+    ({"n": 129}, "n must be between 1 and 128.", "invalid_value"),
+    ({"n": "2"}, "n must be an integer.", WRONG_TYPE),
+    ({"stop": 5}, "stop must be a string or a list of strings.", WRONG_TYPE),
+    ({"stop": ["a", 5]}, "stop must be a string or a list of strings.", WRONG_TYPE),
+    ({"stop": ""}, "stop must not be empty.", "invalid_value"),
+    ({"stop": ["a"] * 65}, "stop must have at most 64 strings.", "invalid_value"),
+    ({"stop": "\ud800"}, "stop has a lone surrogate, which is no character.", "invalid_value"),
+    ({"ignore_eos": "no"}, "ignore_eos must be true or false.", WRONG_TYPE),
+    (
+        {"stream": True},
+        "Streaming is not supported; send stream: false.",
+        "unsupported_value",
+    ),
+    ({"stream": "no"}, "stream must be true or false.", WRONG_TYPE),
+]
+
+
+@pytest.mark.parametrize("ask_with", [chat, complete])
+@pytest.mark.parametrize(("fields", "message", "code"), BOTH_WRONG)
+def test_wrong_fields(ask_with, fields, message, code):
+    client = Client()
+    status, body, _ = ask_with(app_with(client), **fields)
+    assert status == 400
+    assert body == error(message, next(iter(fields)), code or "invalid_value")
+    assert client.seen == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message", "code"),
+    [
+        ({"messages": None}, "messages", "messages is missing or empty.", MISSING),
+        ({"messages": []}, "messages", "messages is missing or empty.", MISSING),
+        ({"messages": "hi"}, "messages", "messages must be a list.", WRONG_TYPE),
+        ({"messages": {}}, "messages", "messages must be a list.", WRONG_TYPE),
+        ({"messages": ["hi"]}, "messages[0]", "messages[0] must be an object.", WRONG_TYPE),
+        (
+            {"messages": [{"content": "hi"}]},
+            "messages[0].role",
+            "messages[0] has no role.",
+            MISSING,
+        ),
+        (
+            {"messages": [{"role": 5, "content": "hi"}]},
+            "messages[0].role",
+            "messages[0].role must be a string.",
+            WRONG_TYPE,
+        ),
+        (
+            {"messages": [*HELLO, {"role": "user", "content": 5}]},
+            "messages[1].content",
+            "messages[1].content must be a string or a list of text parts.",
+            WRONG_TYPE,
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+            "messages[0].content[0] must be a text part.",
+            "unsupported_value",
+        ),
+        (
+            {"messages": [{"role": "assistant", "generation_token_ids": [1, 258]}]},
+            "messages[0].generation_token_ids",
+            "messages[0].generation_token_ids has a token id outside 0 to 257.",
+            "invalid_value",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": {}}]},
+            "messages[0].tool_calls",
+            "messages[0].tool_calls must be a list.",
+            WRONG_TYPE,
+        ),
+        (
+            {"top_logprobs": 2},
+            "top_logprobs",
+            "top_logprobs needs logprobs: true.",
+            "invalid_value",
+        ),
+        ({"logprobs": 1}, "logprobs", "logprobs must be true or false.", WRONG_TYPE),
+        ({"tools": "all"}, "tools", "tools must be a list.", WRONG_TYPE),
+        (
+            {"tool_choice": "any"},
+            "tool_choice",
+            'tool_choice must be "none", "auto", "required" or an object.',
+            "invalid_value",
+        ),
+        (
+            {"chat_template_kwargs": []},
+            "chat_template_kwargs",
+            "chat_template_kwargs must be an object.",
+            WRONG_TYPE,
+        ),
+        (
+            {"max_completion_tokens": -5},
+            "max_completion_tokens",
+            "max_completion_tokens must be between 0 and 2147483647.",
+            "invalid_value",
+        ),
+        (
+            {"messages": [{"role": "nobody", "content": ""}]},
+            "messages",
+            "Error processing 'messages': unknown role",
+            "invalid_value",
+        ),
+    ],
+)
+def test_wrong_chats(fields, param, message, code):
+    status, body, _ = chat(app_with(), **fields)
+    assert status == 400
+    assert body == error(message, param, code)
+
+
+FORMS = "prompt must be a string, a list of strings, a list of token ids, or a list of such lists."
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param", "message", "code"),
+    [
+        (None, "prompt", "prompt is missing or empty.", MISSING),
+        ("", "prompt", "prompt is missing or empty.", MISSING),
+        ([], "prompt", "prompt is missing or empty.", MISSING),
+        (5, "prompt", FORMS, WRONG_TYPE),
+        ({"text": "hi"}, "prompt", FORMS, WRONG_TYPE),
+        ([1, "a"], "prompt", FORMS, WRONG_TYPE),
+        ([True], "prompt", FORMS, WRONG_TYPE),
+        ([[1], "a"], "prompt", FORMS, WRONG_TYPE),
+        ([["a"]], "prompt[0]", "prompt[0] must be a list of token ids.", WRONG_TYPE),
+        (["a", ""], "prompt[1]", "prompt[1] is empty.", "invalid_value"),
+        ([[1], []], "prompt[1]", "prompt[1] is empty.", "invalid_value"),
+        ([1, -1], "prompt", "prompt has a token id outside 0 to 257.", "invalid_value"),
+        ([1, 258], "prompt", "prompt has a token id outside 0 to 257.", "invalid_value"),
+        ([[258]], "prompt[0]", "prompt[0] has a token id outside 0 to 257.", "invalid_value"),
+        (
+            "unspeakable",
+            "prompt",
+            "Error tokenizing prompt: no token for it",
+            "invalid_value",
+        ),
+    ],
+)
+def test_wrong_prompts(prompt, param, message, code):
+    status, body, _ = complete(app_with(), prompt=prompt)
+    assert status == 400
+    assert body == error(message, param, code)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logprobs": True}, "logprobs must be an integer."),
+        ({"logprobs": "2"}, "logprobs must be an integer."),
+        ({"echo": 1}, "echo must be true or false."),
+    ],
+)
+def test_wrong_completion_fields(fields, message):
+    status, body, _ = complete(app_with(), **fields)
+    assert (status, body) == (400, error(message, next(iter(fields)), WRONG_TYPE))
+
+
+def test_a_prompt_without_tokens():
+    class Silent(Tokenizer):
+        def tokenize(self, text):
+            return []
+
+    status, body, _ = complete(app_with(tokenizer=Silent()), prompt=" ")
+    assert (status, body) == (400, error("The prompt has no tokens."))
+
+
+def test_any_token_id_where_the_vocabulary_is_unknown():
+    class Unbounded(Tokenizer):
+        vocab_size = None
+
+    assert complete(app_with(tokenizer=Unbounded()), prompt=[10**6])[0] == 200
+
+
+def test_token_ids_of_a_padded_vocabulary():
+    app = app_with(vocab_size=300)
+    assert complete(app, prompt=[299])[0] == 200
+    assert complete(app, prompt=[300])[0] == 400
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff\xfe{", b"[" * 10**5])
+def test_bad_json(path, data):
+    status, body, _ = ask(app_with(), path, data=data, headers={"Content-Type": "application/json"})
+    assert status == 400
+    message = body["error"].pop("message")
+    assert message.startswith("The request body is not valid JSON: ")
+    assert body["error"] == {"type": "invalid_request_error", "param": None, "code": "invalid_json"}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("body", [[], "text", 5, True])
+def test_a_body_that_is_no_object(path, body):
+    status, found, _ = ask(app_with(), path, body)
+    assert status == 400
+    assert found == error("The request body must be a JSON object.", None, WRONG_TYPE)
+
+
+def test_unknown_path():
+    status, body, _ = ask(app_with(), "/v1/nothing", {})
+    assert status == 404
+    assert body == error(
+        "There is nothing at POST /v1/nothing; this server has /v1/chat/completions, "
+        "/v1/completions, /v1/models and /v1/health.",
+        code="unknown_url",
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "allowed"),
+    [(CHAT, "GET", "OPTIONS, POST"), ("/v1/models", "DELETE", "GET, HEAD, OPTIONS")],
+)
+def test_wrong_method(path, method, allowed):
+    status, body, headers = ask(app_with(), path, method=method)
+    assert status == 405
+    assert body == error(f"{path} does not take {method} requests.", code="method_not_supported")
+    assert headers["Allow"] == allowed
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_that_is_too_large(announced):
+    app = app_with(max_body_bytes=1000)
+
+    async def talk():
+        headers = {"Content-Length": "5000"} if announced else {}
+        async with app.test_client().request(CHAT, method="POST", headers=headers) as connection:
+            for _ in range(5):
+                await connection.send(b"x" * 1000)
+            await connection.send_complete()
+        response = await connection.as_response()
+        return response.status_code, await response.get_json()
+
+    status, body = asyncio.run(talk())
+    assert status == 413
+    assert body == error(
+        "The request body is larger than this server accepts.", code="request_too_large"
+    )
+
+
+def test_a_chat_beyond_the_context_keeps_the_words_that_rl_clients_look_for():
+    client = Client(failed(MaxSequenceLengthOverflowError(7)))
+    status, body, _ = chat(app_with(client))
+    assert status == 400
+    tokens = len(client.seen[0][0])
+    message = body["error"].pop("message")
+    assert message.startswith(
+        "This model's maximum context length was exceeded. Your messages resulted in "
+        f"{tokens} tokens. Please reduce the length of the messages."
+    )
+    assert body["error"] == {
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "context_length_exceeded",
+    }
+
+
+def test_a_completion_beyond_the_context():
+    status, body, _ = complete(app_with(Client(failed(MaxSequenceLengthOverflowError(7)))))
+    assert status == 400
+    assert body["error"]["code"] == "context_length_exceeded"
+    assert body["error"]["message"].startswith("This model's maximum context length was exceeded.")
+
+
+@pytest.mark.parametrize("ask_with", [chat, complete])
+def test_no_replica(ask_with):
+    status, body, headers = ask_with(app_with(Client({}, LostError("nobody serves"))), n=2)
+    assert status == 503
+    assert body == error("nobody serves", None, "no_replica", "server_error")
+    assert headers["Retry-After"] == "1"
+
+
+@pytest.mark.parametrize("ask_with", [chat, complete])
+def test_engine_failure(ask_with):
+    status, body, headers = ask_with(app_with(Client(RuntimeError("boom"))))
+    assert status == 500
+    assert body == error("boom", None, "inference_error", "server_error")
+    assert "Retry-After" not in headers
+
+
+@pytest.mark.parametrize("ask_with", [chat, complete])
+def test_a_fault_of_ours_is_logged_and_not_shown(ask_with, caplog):
+    class Broken(Client):
+        def add_request(self, prompt, params):
+            raise KeyError("secret")
+
+    status, body, headers = ask_with(app_with(Broken(), replica=2))
+    assert status == 500
+    assert body == error(
+        "This server failed on the request; its log says why.",
+        None,
+        "internal_error",
+        "server_error",
+    )
+    assert headers["x-frontend-replica"] == "2"
+    assert "http_request_failed" in caplog.text
+    assert "secret" in caplog.text

@@ -1,0 +1,416 @@
+"""The front ends as real processes, and megatron-core's own server as the control.
+
+Every process that imports megatron-core costs seconds, so one fork server serves all tests here.
+"""
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+
+import msgpack
+import psutil
+import pytest
+import zmq
+
+REQUESTS = 2048
+REPLICAS = 8
+AT_ONCE = REPLICAS
+
+REPLY = {
+    "status": "COMPLETED",
+    "events": [],
+    "prompt_tokens": [104, 105],
+    "prompt_length": 2,
+    "generated_text": "ok",
+    "generated_tokens": [111, 107],
+    "generated_log_probs": None,
+    "sampling_params": {"num_tokens_to_generate": 2},
+    "policy_epoch": None,
+    "kv_cache_epoch": None,
+    "routing_indices": None,
+    "num_cached_tokens": 0,
+}
+
+
+class Tokenizer:
+    vocab_size = 256
+
+    def tokenize(self, text):
+        return list(text.encode())
+
+    def detokenize(self, ids):
+        return bytes(ids).decode()
+
+
+class Client:
+    """An inference client that answers at once."""
+
+    def __init__(self, coordinator_addr, deserialize, tokenizer):
+        assert (deserialize, tokenizer.vocab_size) == (False, 256)
+        self.address = coordinator_addr
+
+    def start(self):
+        if self.address == "nowhere":
+            raise ConnectionError("nobody answers")
+        if self.address == "death":
+            os._exit(9)
+        if self.address == "silence":
+            time.sleep(60)
+
+    def add_request(self, prompt, params):
+        future = asyncio.get_running_loop().create_future()
+        if prompt != [*b"wait"]:
+            future.set_result(dict(REPLY))
+        return future
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Our server module; its fork server lives as long as the test process."""
+    from megatron.core.inference.coordinator.runtime import fork_server
+    from megatron.core.inference.coordinator.runtime.http import server
+
+    fork_server.warm_up()
+    return server
+
+
+@pytest.fixture
+def start(server):
+    """Starts front ends with the client above, and stops them after the test."""
+
+    def start(address="anywhere", port=0, replicas=2, **options):
+        options = {"client_factory": Client} | options
+        return server.start_text_gen_server(
+            address, Tokenizer(), 0, port, num_replicas=replicas, **options
+        )
+
+    yield start
+    server.stop_text_gen_server()
+
+
+def port_of(url):
+    return int(url.rpartition(":")[2])
+
+
+def front_ends():
+    return [p for p in multiprocessing.active_children() if p.name.startswith("http-front-end")]
+
+
+def wait_until(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+async def fetch(host, port, body=None, path="/v1/completions"):
+    """One request on a connection of its own: status, headers and decoded body."""
+    data = json.dumps(body or {"prompt": "hi", "max_tokens": 2}).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection(host, port)
+    with closing(writer):
+        writer.write(head.encode() + data)
+        answer = await reader.read()
+    head, _, content = answer.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines)
+    return int(first.split()[1]), headers, json.loads(content)
+
+
+def ask(url, **body):
+    host, port = url.removeprefix("http://").rsplit(":", 1)
+    return asyncio.run(fetch(host.strip("[]"), int(port), body))
+
+
+def flood(port):
+    """Sends all requests, at most AT_ONCE at a time; (seconds, headers of every answer)."""
+
+    async def one(gate):
+        async with gate:
+            status, headers, body = await fetch("127.0.0.1", port)
+        assert (status, body["choices"][0]["text"]) == (200, "ok")
+        return headers
+
+    async def everything():
+        gate = asyncio.Semaphore(AT_ONCE)
+        return await asyncio.gather(*(one(gate) for _ in range(REQUESTS)))
+
+    began = time.monotonic()
+    headers = asyncio.run(everything())
+    return time.monotonic() - began, headers
+
+
+def report(directory, name, served, seconds, replicas):
+    """Keeps a measurement where `pytest -s` and the temporary folder show it."""
+    counts = sorted(served.values(), reverse=True)
+    least = counts[-1] if len(counts) == replicas else 0
+    figures = {
+        "server": name,
+        "requests": sum(counts),
+        "per replica": counts,
+        "idle replicas": replicas - len(counts),
+        "busiest/quietest": round(counts[0] / least, 2) if least else None,
+        "requests/s": round(sum(counts) / seconds),
+    }
+    print("\nhttp_balance", json.dumps(figures))
+    (directory / f"{name}.json").write_text(json.dumps(figures))
+    return figures
+
+
+# --- balance -----------------------------------------------------------------------------------
+
+
+def test_every_front_end_serves_its_share(start, tmp_path):
+    url = start(replicas=REPLICAS)
+    seconds, headers = flood(port_of(url))
+    served = Counter(each["x-frontend-replica"] for each in headers)
+    figures = report(tmp_path, "ours", served, seconds, REPLICAS)
+    assert len(served) == REPLICAS
+    assert figures["busiest/quietest"] <= 2
+
+
+class StubCoordinator:
+    """Speaks just enough of the released protocol, and counts requests per client."""
+
+    def __init__(self, port):
+        self.connected = 0
+        self.served = Counter()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(port,))
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self, port):
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+            router.bind(f"tcp://127.0.0.1:{port}")
+            while not self._ended.is_set():
+                if router.poll(50):
+                    client, data = router.recv_multipart()
+                    header, *rest = msgpack.unpackb(data)
+                    self.connected += header == 0
+                    self.served[client] += header == 20
+                    answer = [1] if header == 0 else [21, rest[0], REPLY]
+                    router.send_multipart([client, msgpack.packb(answer)])
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@pytest.mark.skipif(
+    multiprocessing.get_start_method() != "fork", reason="it needs fork to inherit its socket"
+)
+def test_the_released_server_under_the_same_load(tmp_path):
+    """The control: one accept queue for all. How uneven it is depends on the machine."""
+    from megatron.core.inference.text_generation_server.dynamic_text_gen_server import (
+        text_generation_server as released,
+    )
+
+    assert released.start_text_gen_server.__module__ == released.__name__, "still patched"
+    coordinator, port = free_port(), free_port()
+    # It forks this process, so it goes first: the stub's sockets and thread stay out of it.
+    released.start_text_gen_server(
+        f"tcp://127.0.0.1:{coordinator}",
+        Tokenizer(),
+        rank=0,
+        server_port=port,
+        num_replicas=REPLICAS,
+        hostname="127.0.0.1",
+    )
+    try:
+        with StubCoordinator(coordinator) as stub:
+            wait_until(lambda: stub.connected == REPLICAS, 60)
+            time.sleep(1)  # from the connection to the listening socket
+            seconds, _ = flood(port)
+    finally:
+        released.stop_text_gen_server()
+    served = +stub.served  # without those that only connected
+    figures = report(tmp_path, "released", served, seconds, REPLICAS)
+    assert figures["requests"] == REQUESTS
+
+
+# --- ports -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["plain", "reuseport"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_port_in_use_is_an_error(start, host, shared):
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
+        other.bind((host, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match=f"port {port} is in use on 127.0.0.1: stop .* or choose"):
+            start(port=port)
+    assert front_ends() == []
+
+
+def test_a_port_that_another_start_holds_is_in_use(server):
+    from megatron.core.inference.coordinator.runtime.http import ports
+
+    with ports.hold_port("127.0.0.1", 0) as holder, pytest.raises(ports.PortInUseError):
+        ports.hold_port("127.0.0.1", holder.getsockname()[1])
+
+
+def test_the_same_port_again_right_after_a_stop(start, server):
+    url = start(replicas=1)
+    for _ in range(2):
+        assert ask(url, prompt="hi")[0] == 200
+        server.stop_text_gen_server()
+        assert start(port=port_of(url), replicas=1) == url
+
+
+def test_only_this_machine_is_served_unless_asked_for(start, server):
+    url = start(replicas=1)
+    assert url == f"http://127.0.0.1:{port_of(url)}"
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", port_of(url)))
+    server.stop_text_gen_server()
+    url = start(replicas=1, hostname="0.0.0.0")
+    assert url == f"http://127.0.0.1:{port_of(url)}"
+    socket.create_connection(("127.0.0.2", port_of(url))).close()
+
+
+@pytest.mark.parametrize("hostname", ["::1", "::"])
+def test_ipv6(start, hostname):
+    try:
+        socket.socket(socket.AF_INET6).bind(("::1", 0))
+    except OSError:
+        pytest.skip("no IPv6 here")
+    url = start(replicas=1, hostname=hostname)
+    assert url == f"http://[::1]:{port_of(url)}"
+    assert ask(url, prompt="hi")[0] == 200
+
+
+def test_a_socket_fixes_host_and_port_and_is_closed(start):
+    sock = socket.socket()
+    sock.bind(("127.0.0.3", 0))
+    port = sock.getsockname()[1]
+    url = start(sock=sock, port=1, replicas=1)
+    assert url == f"http://127.0.0.3:{port}"
+    assert sock.fileno() == -1
+    assert ask(url, prompt="hi")[0] == 200
+
+
+def test_a_socket_without_a_port_is_refused(start):
+    with pytest.raises(ValueError, match="bound to a port"):
+        start(sock=socket.socket())
+
+
+def test_an_address_of_another_machine_is_refused(start):
+    with pytest.raises(OSError, match=r"cannot serve on 192\.0\.2\.1 port 0: Cannot assign"):
+        start(hostname="192.0.2.1")
+
+
+# --- starting and stopping ---------------------------------------------------------------------
+
+
+def test_a_second_start_warns_and_changes_nothing(start, caplog):
+    url = start(replicas=1)
+    before = front_ends()
+    assert start(replicas=2) == url
+    assert "http_frontends_already_running" in caplog.text
+    assert front_ends() == before
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("nowhere", r"failed \(ConnectionError: nobody answers\) while connecting .* at nowhere"),
+        ("death", r"ended with exit code 9 while connecting to the coordinator at death"),
+        ("silence", r"was not ready after 2 s while connecting .* at silence"),
+    ],
+)
+def test_a_front_end_that_does_not_start_gives_its_reason(start, server, address, message):
+    port = free_port()
+    with pytest.raises(server.FrontEndError, match=message):
+        start(address, port=port, start_timeout=2)
+    assert front_ends() == []
+    assert start(port=port, replicas=1).endswith(f":{port}")
+
+
+def test_what_does_not_pickle_is_refused_and_the_port_set_free(start):
+    port = free_port()
+    with pytest.raises(AttributeError, match="local object"):
+        start(port=port, client_factory=lambda *_: None)
+    assert start(port=port, replicas=1).endswith(f":{port}")
+
+
+def test_no_front_end_at_all_is_refused(start):
+    with pytest.raises(ValueError, match="num_replicas is 0"):
+        start(replicas=0)
+
+
+def test_stop_is_quick_also_with_requests_in_flight(start, server):
+    url = start()
+    with socket.create_connection(("127.0.0.1", port_of(url))) as waiting:
+        body = b'{"prompt": "wait"}'
+        waiting.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Length: 18\r\n\r\n"
+        )
+        waiting.sendall(body)
+        time.sleep(0.2)
+        processes = front_ends()
+        began = time.monotonic()
+        server.stop_text_gen_server()
+        assert time.monotonic() - began < 2
+        assert [p.exitcode for p in processes] == [-signal.SIGTERM] * 2
+    server.stop_text_gen_server()
+
+
+def test_ctrl_c_is_left_to_the_parent(start):
+    url = start()
+    for process in front_ends():
+        os.kill(process.pid, signal.SIGINT)
+    time.sleep(0.1)
+    assert ask(url, prompt="hi")[0] == 200
+    assert all(process.is_alive() for process in front_ends())
+
+
+PARENT = """
+import multiprocessing, time
+import test_server
+from megatron.core.inference.coordinator.runtime.http import server
+url = server.start_text_gen_server(
+    "anywhere", test_server.Tokenizer(), 0, 0, num_replicas=2, client_factory=test_server.Client
+)
+print(url, *(p.pid for p in multiprocessing.active_children()), flush=True)
+time.sleep(600)
+"""
+
+
+def test_front_ends_end_with_a_parent_that_is_killed():
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    with parent, parent.stdout:
+        url, *pids = parent.stdout.readline().split()
+        assert ask(url, prompt="hi")[0] == 200
+        family = psutil.Process(parent.pid).children(recursive=True)
+        assert {int(pid) for pid in pids} < {process.pid for process in family}
+        parent.kill()
+        parent.wait()
+        _, alive = psutil.wait_procs(family, timeout=5)
+    assert alive == []

@@ -1,0 +1,307 @@
+"""The engine's end on megatron-core's real engine, with a real coordinator process.
+
+All tests share this process, its model and its fork server.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from megatron.core.inference.sampling_params import SamplingParams
+
+PROMPT = list(b"To be, or not to be, that is the question: whether 'tis nobler in the mind")
+GREEDY = {"top_k": 1, "num_tokens_to_generate": 6, "termination_id": -1}
+
+
+@pytest.fixture
+def patched():
+    from megatron.core.inference import coordinator
+
+    coordinator.patch()
+    yield
+    coordinator.unpatch()
+
+
+@contextlib.asynccontextmanager
+async def coordinated(engine, **options) -> AsyncIterator[str]:
+    """The engine's loop under a coordinator, ours or released as they are patched."""
+    address = await engine.start_listening_to_data_parallel_coordinator(
+        hostname="127.0.0.1", **options
+    )
+    try:
+        yield address
+    finally:
+        engine.engine_loop_task.cancel()
+        await asyncio.wait({engine.engine_loop_task})
+        process = engine.inference_coordinator_process
+        process.terminate()
+        process.join(5)
+        assert not process.is_alive()
+
+
+@contextlib.asynccontextmanager
+async def connected(client) -> AsyncIterator:
+    client.start(asyncio.get_running_loop())
+    try:
+        yield client
+    finally:
+        client.stop()
+
+
+async def answer_of(client, prompt, **sampling) -> dict:
+    future = client.add_request(prompt, SamplingParams(**(GREEDY | sampling)))
+    return await asyncio.wait_for(future, 60)
+
+
+async def reached(engine, state: str) -> None:
+    from megatron.core.inference.engines.dynamic_engine import EngineState
+
+    await asyncio.wait_for(engine.wait_until(EngineState[state]), 30)
+
+
+def test_text_and_tokens_give_the_same_answer_and_the_second_skips_its_prefill(
+    patched, cpu_engine, recomputed
+):
+    from megatron.core.inference.coordinator.runtime.client import InferenceClient
+
+    async def run() -> list[dict]:
+        engine = cpu_engine()
+        async with coordinated(engine) as address:
+            with_tokenizer = InferenceClient(address, tokenizer=engine.controller.tokenizer)
+            without = InferenceClient(address)
+            async with connected(with_tokenizer), connected(without):
+                text = bytes(PROMPT).decode()
+                return [
+                    await answer_of(client, prompt)
+                    for client in (with_tokenizer, without)
+                    for prompt in (PROMPT, text)
+                ]
+
+    replies = asyncio.run(run())
+    answer = replies[0]["generated_tokens"]
+    assert answer == recomputed(PROMPT, answer)
+    assert [reply["generated_tokens"] for reply in replies] == [answer] * 4
+    assert len({reply["generated_text"] for reply in replies}) == 1
+    assert replies[0]["generated_text"] is not None
+    assert [reply["num_cached_tokens"] for reply in replies] == [0, 64, 64, 64]
+    assert [reply["prompt"] for reply in replies] == [None, bytes(PROMPT).decode()] * 2
+
+
+@pytest.mark.parametrize("our_engine", [True, False])
+def test_our_and_released_clients_get_equal_answers(our_engine, cpu_engine):
+    """A released engine runs under our coordinator when only that is patched."""
+    from megatron.core.inference.engines import dynamic_engine
+    from megatron.core.inference.inference_client import InferenceClient as ReleasedClient
+
+    from megatron.core.inference.coordinator.runtime import drop_in, patching
+    from megatron.core.inference.coordinator.runtime.client import InferenceClient
+
+    async def run() -> list[dict]:
+        engine = cpu_engine()
+        async with coordinated(engine) as address:
+            ours, theirs = InferenceClient(address), ReleasedClient(address)
+            tokenizing = InferenceClient(address, tokenizer=engine.controller.tokenizer)
+            async with connected(ours), connected(theirs), connected(tokenizing):
+                text = bytes(PROMPT).decode()
+                return [await answer_of(c, text) for c in (ours, theirs, tokenizing)]
+
+    released = dynamic_engine.DataParallelInferenceCoordinator
+    if our_engine:
+        patching.patch()
+    else:
+        dynamic_engine.DataParallelInferenceCoordinator = drop_in.DataParallelInferenceCoordinator
+    try:
+        replies = asyncio.run(run())
+    finally:
+        patching.unpatch()
+        dynamic_engine.DataParallelInferenceCoordinator = released
+    assert len({tuple(reply["generated_tokens"]) for reply in replies}) == 1
+    assert len({reply["generated_text"] for reply in replies}) == 1
+    assert replies[0]["generated_text"]
+
+
+BAD_REQUESTS = {
+    "an empty prompt": ([], {}),
+    "an empty text": ("", {}),
+    "a token outside the vocabulary": ([5, 10**6], {}),
+    "a negative token": ([5, -1], {}),
+    "top_k and top_p": (PROMPT, {"top_k": 5, "top_p": 0.5}),
+    "top_k beyond the vocabulary": (PROMPT, {"top_k": 10**6}),
+    "a temperature that is text": (PROMPT, {"temperature": "hot"}),
+    "a temperature that is no number": (PROMPT, {"temperature": float("nan")}),
+    "top_p above 1": (PROMPT, {"top_k": 0, "top_p": 1.5}),
+    "log probabilities of the prompt": (PROMPT, {"return_log_probs": True}),
+    "top log probabilities alone": (PROMPT, {"top_n_logprobs": 2}),
+    "two lengths": (PROMPT, {"num_tokens_total": 100}),
+    "a negative length": (PROMPT, {"num_tokens_to_generate": -3}),
+    "stop words that are none": (PROMPT, {"stop_words": [1, 2]}),
+    "a prompt longer than the context": ([65] * 9000, {}),
+}
+HARMLESS = {
+    "temperature 0": {"temperature": 0.0, "top_k": 0},
+    "top_k beside a top_p of 1": {"top_k": 5, "top_p": 1.0},
+    "no token to generate": {"num_tokens_to_generate": 0},
+}
+
+
+def test_what_an_engine_cannot_run_is_answered_and_ends_nobody(patched, cpu_engine):
+    from megatron.core.inference.coordinator.runtime.client import InferenceClient
+
+    async def run() -> tuple[dict, dict, dict]:
+        engine = cpu_engine()
+        async with coordinated(engine) as address:
+            client = InferenceClient(address)
+            async with connected(client):
+                good = await answer_of(client, PROMPT)
+                bad = {n: await answer_of(client, p, **s) for n, (p, s) in BAD_REQUESTS.items()}
+                fine = {n: await answer_of(client, PROMPT, **s) for n, s in HARMLESS.items()}
+                assert (await answer_of(client, PROMPT))["generated_tokens"] == (
+                    good["generated_tokens"]
+                )
+                assert engine.requests == {}
+                assert engine._prefix_routing.skipped == {}
+                assert engine._prefix_routing.wants_text == set()
+        return good, bad, fine
+
+    good, bad, fine = asyncio.run(run())
+    assert {name: reply["status"] for name, reply in bad.items()} == dict.fromkeys(bad, "FAILED")
+    assert {name: reply["status"] for name, reply in fine.items()} == dict.fromkeys(
+        fine, "COMPLETED"
+    )
+    assert fine["temperature 0"]["generated_tokens"] == good["generated_tokens"]
+
+
+def test_signals_sent_in_one_burst_are_taken_in_order(patched, cpu_engine):
+    from megatron.core.inference.coordinator.runtime.client import InferenceClient
+
+    async def run() -> tuple[dict, int]:
+        engine = cpu_engine()
+        async with coordinated(engine) as address:
+            client = InferenceClient(address)
+            async with connected(client):
+                await answer_of(client, PROMPT)
+                client.pause_engines()
+                client.suspend_engines()
+                client.resume_engines()
+                client.unpause_engines()
+                reply = await answer_of(client, PROMPT)
+                await reached(engine, "RUNNING")
+        return reply, engine._prefix_routing.weight_epoch
+
+    reply, weight_epoch = asyncio.run(run())
+    assert reply["status"] == "COMPLETED"
+    assert weight_epoch == 1
+
+
+def test_requests_and_a_new_generation_epoch_of_one_drain_are_taken_in_order(patched, cpu_engine):
+    from megatron.core.inference.coordinator.runtime.client import InferenceClient
+
+    async def run() -> tuple[dict, dict, int]:
+        engine = cpu_engine()
+        async with coordinated(engine) as address:
+            client = InferenceClient(address)
+            async with connected(client):
+                before = asyncio.ensure_future(answer_of(client, PROMPT))
+                await asyncio.sleep(0)
+                client.set_generation_epoch(7)
+                after = asyncio.ensure_future(answer_of(client, PROMPT))
+                return await before, await after, engine._prefix_routing.weight_epoch
+
+    before, after, weight_epoch = asyncio.run(run())
+    # Released: all requests are added first, and the second is stamped as if it were older.
+    assert before["policy_epoch"] in ([[0, 7]], [[0, 7], [len(PROMPT) - 1, 7]])
+    assert after["policy_epoch"] == [[0, 7]]
+    assert weight_epoch == 1
+
+
+def test_unpause_and_suspend_of_a_running_engine_are_no_end(patched, cpu_engine, caplog):
+    """The released engine asserts; here the coordinator refuses what has no place."""
+    from megatron.core.inference.coordinator.runtime.client import InferenceClient
+
+    async def run() -> dict:
+        engine = cpu_engine()
+        async with coordinated(engine) as address:
+            client = InferenceClient(address)
+            async with connected(client):
+                for signal_ in (client.unpause_engines, client.suspend_engines):
+                    signal_()
+                client.resume_engines()
+                client.stop_engines()
+                return await answer_of(client, PROMPT)
+
+    assert asyncio.run(run())["status"] == "COMPLETED"
+
+
+def test_a_coordinator_that_dies_is_noticed_within_2_seconds(patched, cpu_engine, caplog):
+    noticed = {}
+
+    async def run() -> None:
+        engine = cpu_engine()
+        await engine.start_listening_to_data_parallel_coordinator(hostname="127.0.0.1")
+        await asyncio.sleep(0.3)
+        os.kill(engine.inference_coordinator_process.pid, signal.SIGKILL)
+        began = time.monotonic()
+        try:
+            await engine.engine_loop_task
+        finally:
+            noticed["seconds"] = time.monotonic() - began
+
+    with caplog.at_level(logging.ERROR), pytest.raises(SystemExit):
+        asyncio.run(run())
+    assert noticed["seconds"] < 2
+    assert "died: killed by SIGKILL" in caplog.text
+
+
+def test_a_coordinator_port_in_use_is_an_error_and_no_silent_other_port(patched, cpu_engine):
+    import socket
+
+    from megatron.core.inference.coordinator.runtime.process import CoordinatorDied
+
+    async def run(port: int) -> None:
+        await cpu_engine().start_listening_to_data_parallel_coordinator(port, hostname="127.0.0.1")
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CoordinatorDied, match=f"port {port} on 127.0.0.1 is in use"):
+            asyncio.run(run(port))
+
+
+def test_megatron_async_llm_runs_on_it_unchanged(patched, built_in_model, built_in_args):
+    from megatron.core.inference.apis import MegatronAsyncLLM
+
+    from megatron.core.inference.coordinator.runtime import model
+
+    config = model.build_inference_config(
+        built_in_args, built_in_model, enable_prefix_caching=True, block_size_tokens=16
+    )
+    tokenizer = model.build_tokenizer(built_in_args)
+
+    async def run() -> list:
+        llm = MegatronAsyncLLM(
+            model=built_in_model,
+            tokenizer=tokenizer,
+            inference_config=config,
+            coordinator_host="127.0.0.1",
+        )
+        async with llm:
+            assert hasattr(llm.engine, "_prefix_routing")
+            params = SamplingParams(**GREEDY)
+            return await llm.generate([PROMPT, bytes(PROMPT).decode()], params)
+
+    first, second = asyncio.run(run())
+    assert list(first.generated_tokens) == list(second.generated_tokens)
+    assert first.generated_text
+
+
+def test_a_lone_request_goes_on_when_lru_has_filled_the_cache(patched, cpu_engine, generate):
+    """The released engine ends with an assertion at the fifth (engine_mending.py)."""
+    engine = cpu_engine(buffer_size_gb=41 * 16 * 8192 / 2**30, max_requests=4)
+    assert engine.context.kv_block_allocator.total_count == 41
+    prompts = [[65 + i, *range(32, 32 + 153 - i), *range(i)] for i in range(6)]
+    answers = [generate(engine, [prompt[:154]], 9)[0] for prompt in prompts]
+    assert [len(answer) for answer in answers] == [9] * 6

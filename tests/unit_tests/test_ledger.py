@@ -1,0 +1,222 @@
+"""One record per request: what may change it, and a random walk beside a naive model."""
+
+import builders  # noqa: F401 (loads the hypothesis profile)
+import pytest
+from builders import submission
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
+
+from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.ledger import Ledger, LedgerError
+
+ANN, BOB = b"ann", b"bob"
+
+
+def ledger_with(*clients):
+    ledger = Ledger()
+    records = [ledger.admit(client, submission(f"r{i}")) for i, client in enumerate(clients)]
+    ledger.check_integrity()
+    return ledger, records
+
+
+def test_an_admitted_request_waits_and_knows_what_the_client_sent():
+    ledger = Ledger()
+    message = m.SubmitRequest("mine", 12, b"s", b"p", b"")
+    record = ledger.admit(ANN, message)
+    assert (record.request_id, record.client, record.client_request_id) == (0, ANN, "mine")
+    assert (record.message, record.prompt_tokens, record.rank) == (message, 12, None)
+    assert ledger.waiting == [record]
+    assert list(ledger) == [record]
+    assert (len(ledger), ledger.assigned, ledger.load(0)) == (1, 0, 0)
+
+
+def test_numbers_are_never_used_again():
+    ledger, records = ledger_with(ANN, ANN)
+    ledger.finish(0)
+    ledger.finish(1)
+    assert [r.request_id for r in records] == [0, 1]
+    assert ledger.admit(ANN, submission("r")).request_id == 2
+
+
+def test_two_requests_of_one_client_may_have_the_same_name():
+    ledger = Ledger()
+    first, second = (ledger.admit(ANN, submission("same")) for _ in range(2))
+    ledger.assign(first.request_id, 0)
+    ledger.finish(first.request_id)
+    assert ledger.waiting == [second]
+    ledger.check_integrity()
+
+
+def test_an_assigned_request_is_load_of_its_rank():
+    ledger, records = ledger_with(ANN, BOB, ANN)
+    ledger.assign(0, 7)
+    ledger.assign(2, 7)
+    assert (ledger.load(7), ledger.load(0), ledger.assigned) == (2, 0, 2)
+    assert ledger.waiting == [records[1]]
+    assert records[0].rank == 7
+    assert [ledger.held_by(0, 7), ledger.held_by(0, 0), ledger.held_by(1, 7)] == [
+        True,
+        False,
+        False,
+    ]
+    ledger.check_integrity()
+
+
+def test_a_finished_request_is_nobodys():
+    ledger, records = ledger_with(ANN)
+    ledger.assign(0, 7)
+    assert ledger.finish(0) is records[0]
+    assert (len(ledger), ledger.load(7), ledger.held_by(0, 7)) == (0, 0, False)
+    assert ledger.lose_client(ANN) == 0
+    ledger.check_integrity()
+
+
+def test_a_waiting_request_can_be_finished():
+    ledger, records = ledger_with(ANN, BOB)
+    ledger.finish(0)
+    assert ledger.waiting == [records[1]]
+    ledger.check_integrity()
+
+
+@pytest.mark.parametrize("request_id", [0, 1, 99, -1])
+def test_assigning_what_does_not_wait_is_an_error(request_id):
+    ledger, _ = ledger_with(ANN, ANN)
+    ledger.assign(0, 3)
+    ledger.finish(1)
+    with pytest.raises(LedgerError, match=f"request {request_id} is not waiting"):
+        ledger.assign(request_id, 3)
+    assert ledger.load(3) == 1
+    ledger.check_integrity()
+
+
+def test_finishing_an_unknown_or_finished_request_is_an_error():
+    ledger, _ = ledger_with(ANN)
+    with pytest.raises(LedgerError, match="request 5 is unknown or finished"):
+        ledger.finish(5)
+    ledger.finish(0)
+    with pytest.raises(LedgerError, match="request 0 is unknown or finished"):
+        ledger.finish(0)
+
+
+def test_a_lost_client_leaves_what_runs_and_takes_what_waits():
+    ledger, records = ledger_with(ANN, ANN, BOB, ANN)
+    ledger.assign(0, 1)
+    ledger.assign(3, 2)
+    assert ledger.lose_client(ANN) == 2
+    assert ledger.waiting == [records[2]]
+    assert [r.client for r in ledger] == [None, BOB, None]
+    assert (ledger.load(1), ledger.load(2)) == (1, 1)
+    ledger.check_integrity()
+    ledger.finish(0)
+    assert (ledger.load(1), ledger.lose_client(ANN)) == (0, 0)
+    ledger.check_integrity()
+
+
+def test_a_lost_rank_returns_its_requests_oldest_first():
+    ledger, records = ledger_with(ANN, BOB, ANN)
+    for request_id, rank in [(2, 1), (0, 1), (1, 0)]:
+        ledger.assign(request_id, rank)
+    assert ledger.lose_rank(1) == [records[2], records[0]]  # in the order of their assignment
+    assert (ledger.load(1), ledger.assigned) == (0, 1)
+    assert ledger.lose_rank(1) == []
+    assert ledger.lose_rank(99) == []
+    ledger.check_integrity()
+
+
+def test_the_integrity_check_notices_a_changed_record():
+    ledger, records = ledger_with(ANN)
+    records[0].rank = 3
+    with pytest.raises(AssertionError):
+        ledger.check_integrity()
+    ledger, records = ledger_with(ANN)
+    records[0].client = BOB
+    with pytest.raises(AssertionError):
+        ledger.check_integrity()
+
+
+# --- a random walk beside a naive model ----------------------------------------------------------
+
+
+class LedgerBesideModel(RuleBasedStateMachine):
+    """The model is a list of [id, client, rank or None], in order of admission."""
+
+    ids = Bundle("ids")
+
+    def __init__(self):
+        super().__init__()
+        self.ledger = Ledger()
+        self.rows = []
+        self.order = []  # of assignments
+        self.admitted = 0
+
+    def row(self, request_id):
+        return next((row for row in self.rows if row[0] == request_id), None)
+
+    @rule(target=ids, client=st.sampled_from([ANN, BOB, b""]), name=st.integers(0, 2))
+    def admit(self, client, name):
+        record = self.ledger.admit(client, submission(name))
+        assert (record.request_id, record.client_request_id) == (self.admitted, name)
+        self.rows.append([record.request_id, client, None])
+        self.admitted += 1
+        return record.request_id
+
+    @rule(target=ids, stranger=st.integers(-1, 50))
+    def invent(self, stranger):
+        return stranger if stranger >= self.admitted or stranger < 0 else multiple()
+
+    @rule(request_id=ids, rank=st.integers(0, 2))
+    def assign(self, request_id, rank):
+        row = self.row(request_id)
+        if row is None or row[2] is not None:
+            with pytest.raises(LedgerError):
+                self.ledger.assign(request_id, rank)
+        else:
+            self.ledger.assign(request_id, rank)
+            row[2] = rank
+            self.order.append(request_id)
+
+    @rule(request_id=ids)
+    def finish(self, request_id):
+        row = self.row(request_id)
+        if row is None:
+            with pytest.raises(LedgerError):
+                self.ledger.finish(request_id)
+        else:
+            record = self.ledger.finish(request_id)
+            assert [record.request_id, record.client, record.rank] == row
+            self.rows.remove(row)
+
+    @rule(client=st.sampled_from([ANN, BOB, b"", b"nobody"]))
+    def lose_client(self, client):
+        theirs = [row for row in self.rows if row[1] == client]
+        assert self.ledger.lose_client(client) == sum(row[2] is not None for row in theirs)
+        self.rows = [row for row in self.rows if row not in theirs or row[2] is not None]
+        for row in theirs:
+            row[1] = None
+
+    @rule(rank=st.integers(0, 3))
+    def lose_rank(self, rank):
+        lost = [i for i in self.order if (row := self.row(i)) is not None and row[2] == rank]
+        assert [record.request_id for record in self.ledger.lose_rank(rank)] == lost
+        self.rows = [row for row in self.rows if row[2] != rank]
+
+    @invariant()
+    def agrees_with_the_model(self):
+        ledger = self.ledger
+        ledger.check_integrity()
+        assert [[r.request_id, r.client, r.rank] for r in ledger] == self.rows
+        assert [r.request_id for r in ledger.waiting] == [r[0] for r in self.rows if r[2] is None]
+        assert len(ledger) == len(self.rows)
+        assert ledger.assigned == sum(row[2] is not None for row in self.rows)
+        for rank in range(4):
+            assert ledger.load(rank) == sum(row[2] == rank for row in self.rows)
+            for request_id in range(-1, self.admitted + 1):
+                row = self.row(request_id)
+                assert ledger.held_by(request_id, rank) == (row is not None and row[2] == rank)
+
+
+LedgerBesideModel.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)
+TestLedgerBesideModel = LedgerBesideModel.TestCase
