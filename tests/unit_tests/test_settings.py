@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 
 import pytest
 from builders import LRU, REF_ZERO
@@ -14,9 +15,11 @@ from megatron.core.inference.coordinator.settings import (
     RoutingSettings,
     SettingsError,
     flag,
+    markdown_table,
     options,
 )
 
+README = Path(__file__).parents[2] / "README.md"
 PREFIX = "--inference-dynamic-batching-prefix-caching-"
 
 
@@ -37,6 +40,13 @@ def test_every_option_has_help_and_a_flag():
     assert all(option.help.endswith(".") for option in options().values())
     assert flag("load_beta") == PREFIX + "load-beta"
     assert flag("load_beta").removeprefix("--").replace("-", "_") == FLAG_PREFIX + "load_beta"
+
+
+def test_the_readme_shows_the_table_of_the_options():
+    table = markdown_table()
+    assert len(table.splitlines()) == 2 + len(options())
+    assert "| `…-routing-alpha` | `0.5` (between 0 and 1) | " in table
+    assert table in README.read_text()
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_a_worker_that_joins_and_leaves_has_not_joined(monkeypatch):
         with subscribing(group.publisher.address):
             time.sleep(0.1)
         time.sleep(0.2)  # until its end is seen
-        with pytest.raises(TimeoutError, match="^1 of 2 "):
+        with pytest.raises(TimeoutError, match=r"^1 of 2 "):
             group.publisher.wait_for_subscribers()
 
 

@@ -60,7 +60,11 @@ FROM_COORDINATOR = [
     (m.RequestError(None, m.ErrorCode.NOT_CONNECTED, "no"), [33, None, "not_connected", "no"], []),
     (m.Ping(8), [34, 8], []),
     (m.RegisterAgain(), [36], []),
-    *((m.Control(s), [int(s)], []) for s in Signal),
+    *(
+        (m.Control(s), [int(s)], [])
+        for s in Signal
+        if s not in (Signal.RESUME, Signal.SET_GENERATION_EPOCH)
+    ),
     (m.Control(Signal.RESUME, (4,)), [43, 4], []),
     (m.Control(Signal.SET_GENERATION_EPOCH, (100, 4)), [44, 100, 4], []),
 ]

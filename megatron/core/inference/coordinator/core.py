@@ -12,6 +12,7 @@ from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.index import PrefixIndex
 from megatron.core.inference.coordinator.ledger import Ledger, RequestRecord
 from megatron.core.inference.coordinator.lifecycle import (
+    EPOCH_SIGNALS,
     REDUNDANT,
     FleetState,
     Signal,
@@ -23,8 +24,6 @@ from megatron.core.inference.coordinator.settings import PROTOCOL_VERSION, Coord
 
 _CLIENT_PING_TICKS = 10
 """Clients are pinged this much more rarely than engines: only to find those that vanished."""
-
-_EPOCH_SIGNALS = frozenset({Signal.RESUME, Signal.SET_GENERATION_EPOCH})
 
 
 class Coordinator:
@@ -155,7 +154,7 @@ class Coordinator:
             fields = {"signal": signal.name, "state": self.state.value}
             return [m.Log("signal_refused", fields, warning=True, peer=peer)]
         self.state = state
-        if signal in _EPOCH_SIGNALS:
+        if signal in EPOCH_SIGNALS:
             self._begin_epoch_if_due(signal, args)
             args = (*args, self.weight_epoch)
         return [m.Send(rank.peer, m.Control(signal, args)) for rank in self.ranks]

@@ -45,6 +45,9 @@ STATELESS = frozenset(
 )
 """Signals that are passed on in every state and change none."""
 
+EPOCH_SIGNALS = frozenset({Signal.RESUME, Signal.SET_GENERATION_EPOCH})
+"""Signals that (may) begin a weight epoch; to engines they end with its number."""
+
 REDUNDANT = frozenset(
     {
         (_PAUSED, Signal.PAUSE),

@@ -75,7 +75,9 @@ def _take_request(engine: Any, end: EngineEnd, message: m.EngineRequest) -> None
         prompt = wire.unpack(message.prompt)
         tokens = prompt
         if isinstance(prompt, str):
-            tokens = text.tokenize(engine.controller.tokenizer, prompt, bool(params.add_BOS))
+            tokens = _tokenized(engine, prompt, params.add_BOS)
+        for word in params.stop_words or ():
+            _tokenized(engine, word)  # the engine does it again, and an error there would end it
         admission.checked_tokens(tokens, vocab_size)
     except (wire.WireError, admission.RequestRefused) as error:
         _refuse(end, request_id, str(error))
@@ -85,6 +87,15 @@ def _take_request(engine: Any, end: EngineEnd, message: m.EngineRequest) -> None
     engine.add_request(request_id, tokens, params)
     if isinstance(prompt, str) and request_id in engine.requests:
         engine.get_request(request_id).prompt = prompt
+
+
+def _tokenized(engine: Any, words: str, add_bos: bool = False) -> list[int]:
+    try:
+        return text.tokenize(engine.controller.tokenizer, words, add_bos)
+    except Exception as error:  # no text that a client sends may end the engine
+        raise admission.RequestRefused(
+            f"{words[:40]!r} cannot be tokenized ({type(error).__name__}: {error})"
+        ) from None
 
 
 def _refuse(end: EngineEnd, request_id: int, reason: str) -> None:
@@ -100,6 +111,9 @@ def _take_signal(engine: Any, end: EngineEnd, message: m.Control) -> None:
         case "SET_GENERATION_EPOCH":
             generation_epoch, end.weight_epoch = args
             _stamp(engine, generation_epoch)
+        case "START_CUDA_PROFILER" | "STOP_CUDA_PROFILER" if not torch.cuda.is_available():
+            fields = {"signal": signal.name, "reason": "there is no GPU"}
+            end.events.write(m.Log("signal_ignored", fields, warning=True))
         case "START_CUDA_PROFILER":
             torch.cuda.cudart().cudaProfilerStart()
         case "STOP_CUDA_PROFILER":
@@ -184,7 +198,11 @@ def _answer(engine: Any, end: EngineEnd, record: Any) -> m.Answer:
     reply = record.merge().serialize()
     reply["num_cached_tokens"] = skipped
     if wants_text and reply.get("generated_text") is None:
-        reply["generated_text"] = text.generated_text(engine.controller.tokenizer, reply)
+        try:
+            reply["generated_text"] = text.generated_text(engine.controller.tokenizer, reply)
+        except Exception as error:  # nor may tokens that the tokenizer does not know
+            fields = {"error": str(error)}
+            end.events.write(m.Log("reply_without_text", fields, warning=True, peer=b""))
     return m.Answer(request_id, reply["status"], skipped, end.weight_epoch, wire.pack(reply))
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import time
 from collections import deque
 from collections.abc import Callable
@@ -80,6 +81,16 @@ class CoordinatorLoop:
         """End `run` after the message at hand. Safe in a signal handler."""
         self._stopped = True
         os.write(self._wake_up, b".")
+
+    def stop_at(self, number: int) -> None:
+        """End `run`, in the main thread, when this process gets a signal.
+
+        A handler alone would have to wait, as long as a tick, where the signal comes just before
+        the poll goes to sleep.
+        """
+        os.set_blocking(self._wake_up, False)
+        signal.set_wakeup_fd(self._wake_up)
+        signal.signal(number, lambda *_: self.stop())
 
     def _receive(self) -> None:
         for _ in range(_MESSAGES_PER_POLL):

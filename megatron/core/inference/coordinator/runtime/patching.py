@@ -19,6 +19,7 @@ _RESUME = "resume_paused_requests"
 _START = "start_listening_to_data_parallel_coordinator"
 
 _replaced: list[tuple[Any, str, Any]] = []
+_announced: tuple[str, str] | None = None
 
 
 class UnsupportedMegatronCore(RuntimeError):
@@ -56,25 +57,31 @@ def patch(settings: RoutingSettings | None = None) -> None:
     Raises:
         UnsupportedMegatronCore: The installed megatron-core is no 0.19.x.
     """
+    global _announced
     check_megatron_core()
     from megatron.core.inference.coordinator.runtime import engine_start
 
     engine_start.choose_settings(settings)
-    if not _replaced:
-        for module, name, ours in _replacements():
-            owner = import_module(module) if isinstance(module, str) else module
-            _replaced.append((owner, name, getattr(owner, name)))
-            setattr(owner, name, ours)
     chosen = engine_start.routing_settings()
-    logger.info(
-        "prefix_routing policy=%s cost_policy=%s",
-        chosen.coordinator_policy.value,
-        chosen.cost_policy.value,
-    )
+    if not _replaced:
+        # All are found before the first is replaced: a missing one leaves everything as it was.
+        found = [
+            (import_module(owner) if isinstance(owner, str) else owner, name, ours)
+            for owner, name, ours in _replacements()
+        ]
+        _replaced.extend([(owner, name, getattr(owner, name)) for owner, name, _ in found])
+        for owner, name, ours in found:
+            setattr(owner, name, ours)
+    policies = chosen.coordinator_policy.value, chosen.cost_policy.value
+    if policies != _announced:
+        logger.info("prefix_routing policy=%s cost_policy=%s", *policies)
+        _announced = policies
 
 
 def unpatch() -> None:
     """Put everything back as it was released."""
+    global _announced
+    _announced = None
     while _replaced:
         owner, name, original = _replaced.pop()
         setattr(owner, name, original)
@@ -101,8 +108,11 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (f"{_INFERENCE}.engines.dynamic_engine", coordinator, DataParallelInferenceCoordinator),
         (f"{_INFERENCE}.inference_client", "InferenceClient", client.InferenceClient),
         (f"{_SERVER}.text_generation_server", "InferenceClient", client.InferenceClient),
-        (f"{_SERVER}.text_generation_server", "start_text_gen_server", http.start_text_gen_server),
-        (f"{_SERVER}.text_generation_server", "stop_text_gen_server", http.stop_text_gen_server),
+        *(
+            (module, name, getattr(http, name))
+            for module in (_SERVER, f"{_SERVER}.text_generation_server")
+            for name in ("start_text_gen_server", "stop_text_gen_server")
+        ),
         (DynamicInferenceEngine, _START, engine_start.start_listening_to_data_parallel_coordinator),
         (DynamicInferenceEngine, "schedule_requests", engine_step.schedule_requests),
         (DynamicInferenceEngine, "async_bookkeep", engine_step.async_bookkeep),

@@ -107,7 +107,7 @@ def _serve(settings: ProcessSettings, tokenizer: Any, pipe: Connection | None) -
         parent = multiprocessing.parent_process()
         core = Coordinator(settings.coordinator)
         loop = CoordinatorLoop(core, router, tokenizer, parent.sentinel if parent else None)
-        signal.signal(signal.SIGTERM, lambda *_: loop.stop())
+        loop.stop_at(signal.SIGTERM)
         logger.info("%s", render("listening", {"address": address} | _policy(settings)))
         if pipe is not None:
             pipe.send((_LISTENING, address))

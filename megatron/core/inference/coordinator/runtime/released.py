@@ -10,10 +10,9 @@ from typing import Any
 import msgpack
 
 from megatron.core.inference.coordinator import messages as m
-from megatron.core.inference.coordinator.lifecycle import Signal
+from megatron.core.inference.coordinator.lifecycle import EPOCH_SIGNALS
 from megatron.core.inference.coordinator.messages import Header
 
-_EPOCH_SIGNALS = frozenset({Signal.RESUME, Signal.SET_GENERATION_EPOCH})
 _ARRAY_OF = (b"\x90", b"\x91", b"\x92", b"\x93", b"\x94")
 """msgpack's header of an array of 0 to 4 items."""
 
@@ -63,7 +62,7 @@ def encode(message: m.FromCoordinator) -> list[bytes] | None:
             return [_pack([int(Header.CONNECT_ACK)])]
         case m.Control(signal=signal, args=args):
             # Ours end with the weight epoch, which a released engine does not know.
-            return [_pack([int(signal), *(args[:-1] if signal in _EPOCH_SIGNALS else args)])]
+            return [_pack([int(signal), *(args[:-1] if signal in EPOCH_SIGNALS else args)])]
         case m.EngineRequest():
             head = _ARRAY_OF[4] + bytes([Header.SUBMIT_REQUEST]) + _pack(message.request_id)
             return [head + message.prompt + message.sampling]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from megatron.core.inference.coordinator import messages as m
-from megatron.core.inference.coordinator.lifecycle import FleetState, Signal
+from megatron.core.inference.coordinator.lifecycle import EPOCH_SIGNALS, FleetState, Signal
 from megatron.core.inference.coordinator.messages import Header
 from megatron.core.inference.coordinator.runtime import released
 
@@ -104,11 +104,7 @@ def decode_for_coordinator(frames: Sequence[bytes]) -> m.ToCoordinator:
     header, items = _open(frames)
     if header in Signal:
         signal = Signal(header)
-        _expect_count("arguments", len(items), SIGNAL_ARGS[signal])
-        _expect_count("bodies", len(frames) - 1, 0)
-        if signal is Signal.SET_GENERATION_EPOCH:
-            _expect_types(items, (int,))
-        return m.Control(signal, tuple(items))
+        return _decode_control(signal, items, frames[1:], SIGNAL_ARGS[signal])
     if header == Header.ENGINE_REPLY:
         return _decode_replies(items, frames[1:])
     return _decode(_TO_COORDINATOR, header, items, frames[1:])
@@ -122,7 +118,9 @@ def decode_from_coordinator(frames: Sequence[bytes]) -> m.FromCoordinator:
     """
     header, items = _open(frames)
     if header in Signal:
-        return m.Control(Signal(header), tuple(items))
+        signal = Signal(header)
+        count = SIGNAL_ARGS[signal] + (signal in EPOCH_SIGNALS)
+        return _decode_control(signal, items, frames[1:], count)
     message = _decode(_FROM_COORDINATOR, header, items, frames[1:])
     if isinstance(message, m.RegisterAck):
         if message.state not in FleetState:
@@ -148,6 +146,15 @@ def _decode(table: dict, header: int, items: list[Any], bodies: Sequence[bytes])
     _expect_types(items, layout.types)
     _expect_count("bodies", len(bodies), layout.bodies, layout.optional)
     return layout.message(*items, *bodies)
+
+
+def _decode_control(
+    signal: Signal, items: list[Any], bodies: Sequence[bytes], count: int
+) -> m.Control:
+    _expect_count("arguments", len(items), count)
+    _expect_types(items, (int,) * count)
+    _expect_count("bodies", len(bodies), 0)
+    return m.Control(signal, tuple(items))
 
 
 def _decode_replies(items: list[Any], bodies: Sequence[bytes]) -> m.EngineReply:

@@ -1,0 +1,298 @@
+"""The coordinator as a process: how it comes up, what it leaves behind, and how it ends.
+
+All processes come from the fork server of this process, whose imports take seconds once.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+import pytest
+import zmq
+
+from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.hashing import block_hashes, pack_hashes
+from megatron.core.inference.coordinator.runtime import sockets, wire
+from megatron.core.inference.coordinator.runtime.fork_server import warm_up
+from megatron.core.inference.coordinator.runtime.process import (
+    CoordinatorDied,
+    CoordinatorProcess,
+    ProcessSettings,
+)
+from megatron.core.inference.coordinator.settings import CoordinatorSettings
+
+BLOCK = 4
+WAIT_MS = 5000
+
+
+@pytest.fixture(scope="module")
+def orphan_to_be() -> Iterator[tuple[psutil.Process, psutil.Process]]:
+    """A process, and the coordinator that it has started.
+
+    That process needs a fork server of its own, which imports in the background from the first
+    test on, while the others run.
+    """
+    context = warm_up()
+    ours, theirs = context.Pipe()
+    parent = context.Process(target=_start_one, args=(theirs,))
+    parent.start()
+    theirs.close()
+    processes: list[psutil.Process] = []
+
+    def started() -> tuple[psutil.Process, psutil.Process]:
+        assert ours.poll(50), "it did not come up"
+        processes.extend(psutil.Process(pid) for pid in (parent.pid, ours.recv()))
+        return processes[0], processes[1]
+
+    yield started
+    parent.kill()
+    parent.join()
+    for process in processes:
+        if process.is_running():
+            process.kill()
+
+
+def _start_one(pipe: Connection) -> None:
+    coordinator = CoordinatorProcess(ProcessSettings())
+    pipe.send(coordinator.process.pid)
+    signal.pause()
+
+
+@contextmanager
+def started(tokenizer: Any = None, **settings: Any) -> Iterator[CoordinatorProcess]:
+    coordinator = CoordinatorProcess(ProcessSettings(**settings), tokenizer)
+    try:
+        yield coordinator
+    finally:
+        coordinator.stop()
+
+
+@pytest.fixture(scope="module")
+def shared(orphan_to_be) -> Iterator[CoordinatorProcess]:
+    with started() as coordinator:
+        yield coordinator
+
+
+class Peer:
+    """A socket of its own that talks to a coordinator."""
+
+    def __init__(self, coordinator: CoordinatorProcess, name: bytes):
+        self._context = zmq.Context()
+        self.socket = sockets.dealer(self._context, coordinator.address, name)
+
+    def say(self, message: m.ToCoordinator) -> None:
+        self.socket.send_multipart(wire.encode(message))
+
+    def hear(self, kind: type) -> Any:
+        while True:
+            assert self.socket.poll(WAIT_MS), "nothing came"
+            message = wire.decode_from_coordinator(self.socket.recv_multipart())
+            if isinstance(message, kind):
+                return message
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@contextmanager
+def talking(coordinator: CoordinatorProcess, name: bytes = b"peer") -> Iterator[Peer]:
+    peer = Peer(coordinator, name)
+    try:
+        yield peer
+    finally:
+        peer.close()
+
+
+def connect(peer: Peer) -> m.ConnectAck:
+    peer.say(m.Connect(1, False))
+    return peer.hear(m.ConnectAck)
+
+
+def wait_until_dead(coordinator: CoordinatorProcess, seconds: float = 5) -> str:
+    """What `check` says once the process has ended."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            coordinator.check()
+        except CoordinatorDied as died:
+            return str(died)
+        time.sleep(0.01)
+    raise AssertionError(f"still alive after {seconds} s")
+
+
+# --- coming up -----------------------------------------------------------------------------------
+
+
+def test_its_address_is_where_it_listens(shared):
+    assert shared.address.startswith("tcp://127.0.0.1:")
+    with talking(shared) as peer:
+        assert connect(peer) == m.ConnectAck(1, "longest_prefix", 256, 0)
+    shared.check()
+
+
+def test_it_is_another_process_than_ours_and_than_the_fork_server(shared):
+    fork_server = psutil.Process(shared.process.pid).parent()
+    assert fork_server.ppid() == os.getpid()
+    assert shared.process.pid != os.getpid()
+    assert shared.process.daemon
+
+
+def test_a_port_that_is_asked_for_is_the_one_it_gets(orphan_to_be):
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    with started(port=port) as coordinator:
+        assert coordinator.address == f"tcp://127.0.0.1:{port}"
+
+
+def test_a_host_may_be_a_name(orphan_to_be):
+    with started(host="localhost") as coordinator:
+        assert coordinator.address.startswith("tcp://127.0.0.1:")
+
+
+def test_settings_reach_it(orphan_to_be):
+    settings = CoordinatorSettings(prefix_caching=False, block_size_tokens=None)
+    with started(coordinator=settings) as coordinator, talking(coordinator) as peer:
+        assert connect(peer) == m.ConnectAck(1, "load_balanced", 0, 0)
+
+
+def test_a_port_in_use_is_an_error_that_says_what_to_do(orphan_to_be):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CoordinatorDied) as died:
+            CoordinatorProcess(ProcessSettings(port=port))
+    assert str(died.value).endswith(
+        f"port {port} on 127.0.0.1 is in use: name another with --inference-coordinator-port, or "
+        "leave it out and the system chooses one"
+    )
+
+
+def test_a_host_that_is_not_this_machine_is_an_error_that_names_it(orphan_to_be):
+    with pytest.raises(CoordinatorDied, match=r"cannot bind the coordinator to 192\.0\.2\.1:0 \("):
+        CoordinatorProcess(ProcessSettings(host="192.0.2.1"))
+
+
+def test_what_goes_wrong_inside_arrives_with_its_text(orphan_to_be):
+    with pytest.raises(CoordinatorDied, match=r"\(pid \d+\) died: AttributeError: 'str' object"):
+        CoordinatorProcess(ProcessSettings(coordinator="no settings at all"))
+
+
+# --- ending --------------------------------------------------------------------------------------
+
+
+def test_killed_it_is_dead_and_the_text_says_by_what(orphan_to_be):
+    with started() as coordinator:
+        coordinator.check()
+        os.kill(coordinator.process.pid, signal.SIGKILL)
+        pid = coordinator.process.pid
+        text = wait_until_dead(coordinator)
+        assert text == f"the coordinator process (pid {pid}) died: killed by SIGKILL"
+        with pytest.raises(CoordinatorDied):
+            coordinator.check()
+
+
+def test_what_goes_wrong_at_its_end_arrives_too(orphan_to_be, tmp_path):
+    nowhere = str(tmp_path / "no_such_folder" / "schedule.json")
+    with started(schedule_path=nowhere) as coordinator:
+        os.kill(coordinator.process.pid, signal.SIGTERM)
+        text = wait_until_dead(coordinator)
+    assert "died: FileNotFoundError:" in text
+    assert nowhere in text
+
+
+def test_a_client_may_end_it(orphan_to_be):
+    with started() as coordinator, talking(coordinator) as peer:
+        connect(peer)
+        peer.say(m.Shutdown())
+        assert wait_until_dead(coordinator).endswith("died: it exited with 0")
+
+
+def test_ctrl_c_is_not_for_it(shared):
+    for _ in range(2):  # torchrun may deliver it twice
+        os.kill(shared.process.pid, signal.SIGINT)
+    with talking(shared) as peer:
+        for _ in range(3):
+            connect(peer)
+    shared.check()
+
+
+def test_sigterm_ends_it_at_once_and_orderly(orphan_to_be):
+    took = []
+    for _ in range(6):  # each time at another moment of its loop
+        with started() as coordinator:
+            with talking(coordinator) as peer:
+                connect(peer)
+            began = time.monotonic()
+            os.kill(coordinator.process.pid, signal.SIGTERM)
+            coordinator.process.join(5)
+            took.append(time.monotonic() - began)
+            assert coordinator.process.exitcode == 0
+    assert max(took) < 0.9  # less than a tick of its clock
+
+
+def test_stop_ends_also_one_that_hangs(orphan_to_be):
+    with started() as coordinator:
+        os.kill(coordinator.process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        coordinator.stop(0.2)
+        assert time.monotonic() - began < 2
+        assert coordinator.process.exitcode == -signal.SIGKILL
+        coordinator.stop()  # again does nothing
+
+
+def test_it_leaves_its_decisions_in_a_file(orphan_to_be, tmp_path):
+    path = tmp_path / "schedule.json"
+    settings = CoordinatorSettings(expected_ranks=1, block_size_tokens=BLOCK, trace=True)
+    prompt = list(range(10))
+    with started(coordinator=settings, schedule_path=str(path)) as coordinator:
+        with talking(coordinator, b"engine") as engine, talking(coordinator, b"client") as client:
+            engine.say(m.Register(1, "job", 0, 0, 8, BLOCK, 100, "lru"))
+            engine.hear(m.RegisterAck)
+            connect(client)
+            hashes = pack_hashes(block_hashes(prompt, BLOCK))
+            for number, (skipped, packed) in enumerate([(0, hashes), (6, hashes), (0, None)]):
+                tokens = -1 if packed is None else len(prompt)
+                client.say(m.SubmitRequest(number, tokens, b"", b"", packed))
+                request = engine.hear(m.EngineRequest)
+                answer = m.Answer(request.request_id, "COMPLETED", skipped, 0, b"body")
+                engine.say(m.EngineReply((answer,)))
+                assert client.hear(m.Reply) == m.Reply(number, b"body")
+        coordinator.stop()
+        assert coordinator.process.exitcode == 0
+    assert json.loads(path.read_text()) == {
+        "policy": "longest_prefix",
+        "cost_policy": "relative_load_weighted",
+        "data_parallel_size": 1,
+        "num_requests": 3,
+        "records": [
+            record(0, num_hashes=2, prompt_tokens=10),
+            record(1, num_hashes=2, prompt_tokens=10, predicted_tokens=8, cached_tokens=6),
+            record(2, num_hashes=0, prompt_tokens=-1),
+        ],
+    }
+
+
+def record(request_id: int, **values: int) -> dict[str, int]:
+    usual = {"rank_index": 0, "predicted_tokens": 0, "cached_tokens": 0}
+    return {"request_id": request_id} | usual | values
+
+
+def test_it_ends_with_its_parent(orphan_to_be):
+    parent, coordinator = orphan_to_be()
+    assert coordinator.is_running()
+    parent.kill()
+    coordinator.wait(timeout=5)
+
+
+def test_the_fork_server_is_one_for_all(shared):
+    assert warm_up() is multiprocessing.get_context("forkserver")
+    fork_server = psutil.Process(shared.process.pid).ppid()
+    with started() as other:
+        assert psutil.Process(other.process.pid).ppid() == fork_server
