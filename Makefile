@@ -16,7 +16,7 @@ $(READY): pyproject.toml tools/bootstrap.sh
 setup: $(READY)  ## make .venv with the tested packages (the other targets do it themselves)
 
 serve: $(READY)  ## serve a small built-in GPT on the CPU: 2 replicas behind the coordinator
-	@$(PYTHON) tools/serve.py $(ARGS)
+	@$(PYTHON) tools/serve.py --device cpu $(ARGS)
 
 test: $(READY)  ## run all tests
 	@$(PYTHON) -m pytest $(ARGS)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 # A fork server's child runs this file again: nothing heavy may be imported up here.
 
@@ -82,6 +83,13 @@ def add_server_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="What /v1/models and the answers call the model. Default: megatron.",
     )
     group.add_argument(
+        "--inference-coordinator-host",
+        default=None,
+        metavar="ADDRESS",
+        help="Address of this machine that all ranks can reach, for the coordinator. Default: "
+        "127.0.0.1 on one machine, else the address on the way to MASTER_ADDR.",
+    )
+    group.add_argument(
         "--coordinator-schedule-output",
         default=None,
         metavar="FILE",
@@ -98,11 +106,14 @@ class _Setup:
     settings: Any
     engine: Any
     rank: int
-    world: int
 
     @property
     def hosts_front_ends(self) -> bool:
         return self.rank == 0 or self.args.frontend_on_all_ranks
+
+    @property
+    def replicas(self) -> str:
+        return _count(self.args.data_parallel_size, "replica")
 
     def say(self, text: str) -> None:
         if self.rank == 0:
@@ -151,6 +162,7 @@ def _build(argv: list[str], rank: int) -> _Setup:
         defaults["inference_dynamic_batching_block_size"] = 64
     if built_in:
         argv = [*models.BUILT_IN_MODEL, *argv]
+    _check_load(argv)
     with _kept_back_unless_it_fails():  # Megatron tells of batch sizes and pipeline stages
         args = models.parse(add_server_args, argv, defaults)
     _check(args)
@@ -162,7 +174,7 @@ def _build(argv: list[str], rank: int) -> _Setup:
 
     import torch
 
-    setup = _Setup(args, settings, None, torch.distributed.get_rank(), args.world_size)
+    setup = _Setup(args, settings, None, torch.distributed.get_rank())
     setup.say("building the built-in GPT (random weights)" if built_in else "building the model")
     model = models.build_model(args)
     if args.load is not None:
@@ -183,6 +195,18 @@ def _kept_back_unless_it_fails() -> Iterator[None]:
         raise
 
 
+def _check_load(argv: list[str]) -> None:
+    """Look for the checkpoint first: Megatron would complain of arguments that it lacks then."""
+    from megatron.core.inference.coordinator.runtime.model import find_checkpoint
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--load", type=Path)
+    parser.add_argument("--ckpt-step", type=int)
+    args, _ = parser.parse_known_args(argv)
+    if args.load is not None:
+        find_checkpoint(args.load, args.ckpt_step)
+
+
 def _check(args: argparse.Namespace) -> None:
     from megatron.core.inference.coordinator import SettingsError
 
@@ -191,6 +215,11 @@ def _check(args: argparse.Namespace) -> None:
             f"--frontend-replicas is {args.frontend_replicas}; give 1 or more, or -1 for the "
             "default"
         )
+    url_file = args.url_file
+    if url_file is not None:
+        if not url_file.parent.is_dir():
+            raise SettingsError(f"--url-file {url_file}: there is no folder {url_file.parent}")
+        url_file.unlink(missing_ok=True)  # or somebody reads the addresses of an earlier run
     for name in ("port", "inference_coordinator_port"):
         port = getattr(args, name)
         if port is not None and not 0 <= port <= 65535:
@@ -225,9 +254,10 @@ class Server:
     async def startup(self) -> None:
         """Coordinator, registration, front ends; then tell where they are."""
         setup, args = self._setup, self._setup.args
-        setup.say(f"waiting for the coordinator and {setup.world} rank(s) to register")
+        setup.say(f"waiting for the coordinator, and for {setup.replicas} to register")
         address = await setup.engine.start_listening_to_data_parallel_coordinator(
             args.inference_coordinator_port,
+            hostname=args.inference_coordinator_host,
             coordinator_schedule_output_path=args.coordinator_schedule_output,
         )
         url, failure = await asyncio.to_thread(self._try_to_start_front_ends, address)
@@ -272,6 +302,7 @@ class Server:
             return None, failure
 
     def _start_front_ends(self, coordinator_address: str) -> str | None:
+        from megatron.core.inference.coordinator.runtime.addresses import job_address
         from megatron.core.inference.coordinator.runtime.http import start_text_gen_server
 
         setup, args = self._setup, self._setup.args
@@ -280,10 +311,9 @@ class Server:
         count = args.frontend_replicas
         if count == -1:
             count = 4 if args.frontend_on_all_ranks else max(args.data_parallel_size, 4)
-        setup.say(
-            f"starting {count} HTTP front ends" + (" on every rank" * (args.frontend_on_all_ranks))
-        )
-        return start_text_gen_server(
+        everywhere = " on every rank" if args.frontend_on_all_ranks else ""
+        setup.say(f"starting {_count(count, 'HTTP front end')}{everywhere}")
+        url = start_text_gen_server(
             coordinator_address,
             setup.engine.controller.tokenizer,
             setup.rank,
@@ -295,13 +325,21 @@ class Server:
             model_name=args.model_name,
             vocab_size=setup.engine.controller.vocab_size,
         )
+        if args.host in ("0.0.0.0", "::"):  # all interfaces: name the one that others can reach
+            reachable = args.inference_coordinator_host or job_address()
+            url = f"http://{reachable}:{urlsplit(url).port}"
+        return url
 
     def _announce(self, urls: list[str]) -> None:
+        from megatron.core.inference.coordinator.settings import unused_options
+
         setup, routing = self._setup, self._setup.settings
         caching = setup.args.inference_dynamic_batching_enable_prefix_caching
         policy = routing.coordinator_policy.value if caching else "load_balanced"
         weighed = f" weighed by {routing.cost_policy.value}" if policy != "load_balanced" else ""
-        setup.say(f"ready: {setup.args.data_parallel_size} replica(s), {policy}{weighed}")
+        setup.say(f"ready: {setup.replicas}, {policy}{weighed}")
+        for note in unused_options(routing):
+            setup.say(f"note: {note}")
         for url in urls:
             setup.say(f"serving at {url}/v1")
         setup.say("try:")
@@ -314,6 +352,10 @@ class Server:
             partial = setup.args.url_file.with_suffix(".partial")
             partial.write_text(json.dumps({"urls": urls}) + "\n")
             partial.replace(setup.args.url_file)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _gather(url: str | None, failure: Exception | None) -> list[str]:

@@ -63,7 +63,7 @@ def test_front_ends_on_all_ranks_have_a_port_each(load_balanced):
 def test_without_prefix_caching_routing_is_by_load(reference):
     served = reference[1]
     assert served.schedule["policy"] == "load_balanced"
-    assert "ready: 1 replica(s), load_balanced" in served.log
+    assert "ready: 1 replica, load_balanced" in served.log
 
 
 def test_two_replicas_of_two_ranks_give_the_answers_of_one_rank(tensor_parallel, reference):

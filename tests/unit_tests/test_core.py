@@ -171,19 +171,37 @@ def test_a_client_cannot_register_as_an_engine():
 
 def test_an_engine_of_another_protocol_version_is_not_taken():
     fleet = Fleet()
-    assert fleet.tell(b"e", make_register(version=2)) == [
-        m.Log("wrong_protocol", {"version": 2}, warning=True, peer=b"e")
-    ]
+    assert fleet.tell(b"e", make_register(version=2)) == refusal("protocol 2 is not 1")
     assert len(fleet.core.ranks) == 0
 
 
 @pytest.mark.parametrize("places", [0, -1])
 def test_an_engine_without_any_place_is_not_taken(places):
     fleet = Fleet(cost_policy="free_capacity_weighted")
-    assert fleet.tell(b"e", make_register(max_requests=places)) == [
-        m.Log("registration_refused", {"max_requests": places}, warning=True, peer=b"e")
-    ]
+    assert fleet.tell(b"e", make_register(max_requests=places)) == refusal(
+        f"max_requests is {places}"
+    )
     assert len(fleet.core.ranks) == 0
+
+
+def test_an_engine_whose_blocks_are_not_what_clients_hash_is_not_taken():
+    fleet = Fleet()
+    reason = "its cache blocks hold 16 tokens, and clients hash 4"
+    assert fleet.tell(b"e", make_register(block_size=16)) == refusal(reason)
+    assert len(fleet.core.ranks) == 0
+
+
+def test_block_sizes_do_not_matter_where_nobody_hashes():
+    fleet = Fleet(coordinator_policy="load_balanced")
+    fleet.tell(b"e", make_register(block_size=16))
+    assert len(fleet.core.ranks) == 1
+
+
+def refusal(reason: str) -> list[m.Effect]:
+    return [
+        m.Send(b"e", m.RequestError(None, "registration_refused", reason)),
+        m.Log("registration_refused", {"reason": reason}, warning=True, peer=b"e"),
+    ]
 
 
 def test_a_rank_that_registers_again_loses_its_requests_and_is_the_same_number_again():
@@ -229,14 +247,14 @@ def test_what_a_rank_held_before_it_registered_again_is_forgotten():
     assert len(fleet.core.index) == 0
 
 
-def test_a_released_engine_that_registers_twice_changes_nothing():
+def test_a_released_engine_that_registers_again_has_restarted():
     fleet = Fleet()
     fleet.tell(b"mp-coord-0", stock_register())
     fleet.ask()
-    assert fleet.tell(b"mp-coord-0", stock_register()) == [
-        m.Log("registered_twice", peer=b"mp-coord-0")
-    ]
-    assert fleet.loads == [1]
+    effects = fleet.tell(b"mp-coord-0", stock_register())
+    assert logs(effects) == ["rank_lost", "ranks_registered"]
+    assert [e.message.code for e in sends(effects)] == ["replica_lost"]
+    assert fleet.loads == [0]
 
 
 # --- joining -------------------------------------------------------------------------------------
@@ -541,9 +559,13 @@ def test_a_client_that_comes_back_gets_no_old_answers():
 
 
 @pytest.mark.parametrize(
-    ("message", "cause"), [(m.Disconnect(), "it left"), (m.PeerLost(), "its connection broke")]
+    ("message", "cause", "event"),
+    [
+        (m.Disconnect(), "it left", "rank_left"),
+        (m.PeerLost(), "its connection broke", "rank_lost"),
+    ],
 )
-def test_the_requests_of_a_lost_rank_fail_with_the_cause(message, cause):
+def test_the_requests_of_a_lost_rank_fail_with_the_cause(message, cause, event):
     fleet = Fleet(2)
     fleet.tell(OTHER, make_connect())
     fleet.tell(CLIENT, submission("a", tokens(2)))
@@ -552,7 +574,7 @@ def test_the_requests_of_a_lost_rank_fail_with_the_cause(message, cause):
     assert fleet.loads == [2, 1]
     text = f"replica 0 was lost while it had the request ({cause}); send it again"
     assert fleet.tell(b"0", message) == [
-        m.Log("rank_lost", {"rank": 0, "cause": cause, "requests": 2}, warning=True),
+        m.Log(event, {"rank": 0, "cause": cause, "requests": 2}, warning=event == "rank_lost"),
         m.Send(CLIENT, m.RequestError("a", "replica_lost", text)),
         m.Send(OTHER, m.RequestError("c", "replica_lost", text)),
     ]
@@ -568,7 +590,7 @@ def test_a_request_that_never_reached_the_lost_rank_goes_to_another_under_a_new_
     fleet.tell(CLIENT, submission("c", tokens(2)))
     assert fleet.loads == [2, 1]
     text = "replica 0 was lost while it had the request (its connection broke); send it again"
-    assert fleet.tell(b"0", m.PeerLost(undelivered=2)) == [
+    assert fleet.tell(b"0", m.PeerLost((2,))) == [
         m.Log("rank_lost", {"rank": 0, "cause": "its connection broke", "requests": 1}, True),
         m.Send(CLIENT, m.RequestError("a", "replica_lost", text)),
         m.Send(b"1", engine_request(3)),
@@ -576,10 +598,22 @@ def test_a_request_that_never_reached_the_lost_rank_goes_to_another_under_a_new_
     assert fleet.answer(3) == [m.Send(CLIENT, m.Reply("c", BODY))]
 
 
+def test_all_requests_that_never_reached_the_lost_rank_go_to_another():
+    fleet = Fleet(expected_ranks=2)
+    for name in "abc":
+        fleet.tell(CLIENT, submission(name))
+    for number in range(2):
+        fleet.tell(b"%d" % number, make_register(number))
+    assert fleet.loads == [2, 1]
+    effects = fleet.tell(b"0", m.PeerLost((0, 2)))
+    assert [e.message.request_id for e in sends(effects)] == [3, 4]
+    assert {e.peer for e in sends(effects)} == {b"1"}
+
+
 def test_an_undelivered_request_fails_when_there_is_no_other_rank():
     fleet = Fleet(1)
     fleet.ask()
-    effects = fleet.tell(b"0", m.PeerLost(undelivered=0))
+    effects = fleet.tell(b"0", m.PeerLost((0,)))
     error = m.RequestError(1, "no_replica", "no replica is registered")
     assert effects[-1] == m.Send(CLIENT, error)
     assert logs(effects) == ["rank_lost"]
@@ -590,7 +624,7 @@ def test_an_undelivered_request_of_a_client_that_is_gone_ends_there():
     fleet = Fleet(2)
     fleet.ask()
     fleet.tell(CLIENT, m.PeerLost())
-    assert sends(fleet.tell(b"0", m.PeerLost(undelivered=0))) == []
+    assert sends(fleet.tell(b"0", m.PeerLost((0,)))) == []
     assert len(fleet.core.ledger) == 0
 
 
@@ -598,11 +632,11 @@ def test_an_undelivered_request_of_another_rank_is_left_alone():
     fleet = Fleet(2)
     fleet.ask()
     fleet.ask()
-    assert sends(fleet.tell(b"1", m.PeerLost(undelivered=0)))[0].message.client_request_id == 2
+    assert sends(fleet.tell(b"1", m.PeerLost((0,))))[0].message.client_request_id == 2
     assert fleet.loads == [1]
 
 
-@pytest.mark.parametrize("message", [m.Disconnect(), m.PeerLost(), m.PeerLost(undelivered=0)])
+@pytest.mark.parametrize("message", [m.Disconnect(), m.PeerLost(), m.PeerLost((0,))])
 def test_a_stranger_that_leaves_is_no_event(message):
     assert Fleet(1).tell(OTHER, message) == []
 
@@ -1039,7 +1073,7 @@ class Campaign:
         rng = self.rng
         peer = rng.choice(ANYBODY)
         ids = [*self.given.get(peer, []), 0]
-        undelivered = rng.choice([None, ids[-1], ids[0]])
+        undelivered = rng.choice([(), (ids[-1],), (ids[0],), tuple(ids)])
         self.tell(peer, rng.choice([m.Disconnect(), m.PeerLost(), m.PeerLost(undelivered)]))
 
     def control(self):

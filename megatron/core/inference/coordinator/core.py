@@ -22,6 +22,7 @@ from megatron.core.inference.coordinator.ranks import Rank, Ranks, name_of
 from megatron.core.inference.coordinator.router import Router
 from megatron.core.inference.coordinator.settings import PROTOCOL_VERSION, CoordinatorSettings
 
+_LEFT = "it left"
 _CLIENT_PING_TICKS = 10
 """Clients are pinged this much more rarely than engines: only to find those that vanished."""
 
@@ -114,9 +115,9 @@ class Coordinator:
                 m.Log("request_before_connect", warning=True, peer=peer),
             ]
         record = self.ledger.admit(peer, message)
-        return self._route(record) if self._assembled else []
+        return self._route(record, now) if self._assembled else []
 
-    def _route(self, record: RequestRecord) -> list[m.Effect]:
+    def _route(self, record: RequestRecord, now: float) -> list[m.Effect]:
         message = record.message
         if not len(self.ranks):
             return self._fail([record], m.ErrorCode.NO_REPLICA, "no replica is registered")
@@ -127,6 +128,8 @@ class Coordinator:
         elif hashes is None:
             effects.append(m.Log("request_not_hashed", peer=record.client))
         rank = self._router.place(record, hashes or [])
+        # Forgetting keeps pace with learning.
+        self.index.expire(now, budget=2 * record.blocks)
         request = m.EngineRequest(
             record.request_id, self.weight_epoch, message.sampling, message.prompt
         )
@@ -180,13 +183,14 @@ class Coordinator:
         if peer in self._clients:
             return [m.Log("register_from_client", warning=True, peer=peer)]
         if message.version not in (None, PROTOCOL_VERSION):
-            fields = {"version": message.version}
-            return [m.Log("wrong_protocol", fields, warning=True, peer=peer)]
+            return self._refuse(peer, f"protocol {message.version} is not {PROTOCOL_VERSION}")
         if message.version is not None and message.max_requests < 1:
-            fields = {"max_requests": message.max_requests}
-            return [m.Log("registration_refused", fields, warning=True, peer=peer)]
-        if message.version is None and self.ranks.of_peer(peer):
-            return [m.Log("registered_twice", peer=peer)]  # harmless, and all it can say
+            return self._refuse(peer, f"max_requests is {message.max_requests}")
+        size = self.settings.block_size_tokens
+        if message.version is not None and self.settings.hashed and message.block_size != size:
+            return self._refuse(
+                peer, f"its cache blocks hold {message.block_size} tokens, and clients hash {size}"
+            )
         if self.settings.deterministic and not self._assembled:
             name = name_of(peer, message)  # whoever comes again takes the place of who he was
             self._joining = {p: r for p, r in self._joining.items() if name_of(p, r) != name}
@@ -198,6 +202,11 @@ class Coordinator:
             self._joining = {}
             return [e for who, register in joining for e in self._join(who, register, now)]
         return self._join(peer, message, now)
+
+    def _refuse(self, peer: bytes, reason: str) -> list[m.Effect]:
+        error = m.RequestError(None, m.ErrorCode.REGISTRATION_REFUSED, reason)
+        log = m.Log("registration_refused", {"reason": reason}, warning=True, peer=peer)
+        return [m.Send(peer, error), log]
 
     def _join(self, peer: bytes, message: m.Register, now: float) -> list[m.Effect]:
         effects: list[m.Effect] = []
@@ -214,7 +223,7 @@ class Coordinator:
         if not self._assembled and len(self.ranks) >= self.settings.expected_ranks:
             self._assembled = True
             for record in self.ledger.waiting:
-                effects += self._route(record)
+                effects += self._route(record, now)
         return effects
 
     def _progress(self, registered: int) -> m.Log:
@@ -267,13 +276,13 @@ class Coordinator:
     # --- leaving -----------------------------------------------------------------------------
 
     def _disconnect(self, peer: bytes, message: m.Disconnect, now: float) -> list[m.Effect]:
-        return self._leave(peer, now, "it left")
+        return self._leave(peer, now, _LEFT)
 
     def _peer_lost(self, peer: bytes, message: m.PeerLost, now: float) -> list[m.Effect]:
         return self._leave(peer, now, "its connection broke", message.undelivered)
 
     def _leave(
-        self, peer: bytes, now: float, cause: str, undelivered: int | None = None
+        self, peer: bytes, now: float, cause: str, undelivered: tuple[int, ...] = ()
     ) -> list[m.Effect]:
         self._joining.pop(peer, None)
         rank = self.ranks.of_peer(peer)
@@ -285,22 +294,25 @@ class Coordinator:
         return [m.Log("client_lost", {"cause": cause, "requests_running": running}, peer=peer)]
 
     def _lose_rank(
-        self, rank: Rank, now: float, cause: str, undelivered: int | None = None
+        self, rank: Rank, now: float, cause: str, undelivered: tuple[int, ...] = ()
     ) -> list[m.Effect]:
-        """Its requests end in errors, but one that never reached it goes to another rank."""
+        """Its requests end in errors, but those that never reached it go to other ranks."""
         self.ranks.remove(rank)
         self.index.drop_rank(rank.number)
         records = self.ledger.lose_rank(rank.number)
         for record in records:
             self._router.settle(record, now)
-        lost = [record for record in records if record.request_id != undelivered]
+        lost = [record for record in records if record.request_id not in undelivered]
         fields = {"rank": rank.number, "cause": cause, "requests": len(lost)}
         text = f"replica {rank.number} was lost while it had the request ({cause}); send it again"
-        effects: list[m.Effect] = [m.Log("rank_lost", fields, warning=True)]
+        left = cause == _LEFT
+        effects: list[m.Effect] = [
+            m.Log("rank_left" if left else "rank_lost", fields, warning=not left)
+        ]
         effects += self._fail(lost, m.ErrorCode.REPLICA_LOST, text)
         for record in records:
-            if record.request_id == undelivered and record.client is not None:
-                effects += self._route(self.ledger.admit(record.client, record.message))
+            if record.request_id in undelivered and record.client is not None:
+                effects += self._route(self.ledger.admit(record.client, record.message), now)
         return effects
 
     def _malformed(self, peer: bytes, message: m.Malformed, now: float) -> list[m.Effect]:

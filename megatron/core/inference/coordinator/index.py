@@ -161,7 +161,7 @@ class PrefixIndex:
         if not lease.table.dropped:
             lease.table.unpin(lease.hashes, now)
 
-    def expire(self, now: float, budget: int = 2000) -> None:
+    def expire(self, now: float, budget: int = 20_000) -> None:
         """Forget what is past its time, `budget` blocks at most in one call."""
         while self._dropped and budget > 0:
             budget -= self._dropped[0].discard(budget)

@@ -132,7 +132,7 @@ class Ledger:
         return sum(record.rank is not None for record in records.values())
 
     def lose_rank(self, rank: int) -> list[RequestRecord]:
-        """The rank is gone: close its records and return them, oldest first."""
+        """The rank is gone: close its records and return them in the order of assignment."""
         return [self.finish(request_id) for request_id in list(self._by_rank.get(rank, ()))]
 
     def check_integrity(self) -> None:

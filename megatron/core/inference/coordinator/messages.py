@@ -39,6 +39,7 @@ class ErrorCode(StrEnum):
     NO_REPLICA = "no_replica"
     REPLICA_LOST = "replica_lost"
     NOT_CONNECTED = "not_connected"
+    REGISTRATION_REFUSED = "registration_refused"
 
 
 # --- to the coordinator ------------------------------------------------------------------------
@@ -168,10 +169,10 @@ class PeerLost:
     """The runtime found that nothing can be sent to this peer any more.
 
     Attributes:
-        undelivered: Id of the request that could not be handed to it, if it was one.
+        undelivered: Ids of the requests that could not be handed to it.
     """
 
-    undelivered: int | None = None
+    undelivered: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +210,10 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class RequestError:
-    """A client's request that got no answer.
+    """A client's request that got no answer, or a CONNECT or REGISTER that was refused.
 
     Attributes:
-        client_request_id: The client's own name for it.
+        client_request_id: The client's own name for it; None where there was no request.
         code: An `ErrorCode`.
         text: Whose fault it is, and what to do.
     """

@@ -160,6 +160,21 @@ def markdown_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def unused_options(settings: RoutingSettings) -> list[str]:
+    """What was set and will not be read, one sentence each."""
+    readers = {
+        "load_beta": PrefixCachingCostPolicy.RELATIVE_LOAD_WEIGHTED,
+        "routing_alpha": PrefixCachingCostPolicy.FREE_CAPACITY_WEIGHTED,
+    }
+    defaults = RoutingSettings()
+    return [
+        f"{flag(name)} is read by {flag('cost_policy')} {reader.value} alone, and "
+        f"{settings.cost_policy.value} is in force"
+        for name, reader in readers.items()
+        if getattr(settings, name) != getattr(defaults, name) and settings.cost_policy != reader
+    ]
+
+
 def _converted(name: str, kind: type, value: Any) -> Any:
     option = options()[name]
     number = "a whole number" if kind is int else "a number"

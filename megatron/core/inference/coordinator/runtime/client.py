@@ -171,8 +171,8 @@ class InferenceClient:
     ) -> m.SubmitRequest:
         sampling = sampling_params.serialize()
         if isinstance(prompt, str) and self.tokenizer is not None:
-            self._prompt_texts[request_id] = prompt
-            prompt = text.tokenize(self.tokenizer, prompt, bool(sampling.get("add_BOS")))
+            tokens = text.tokenize(self.tokenizer, prompt, bool(sampling.get("add_BOS")))
+            self._prompt_texts[request_id], prompt = prompt, tokens
         if self.tokenizer is None:
             sampling[released.DETOKENIZE] = True
         if isinstance(prompt, str):

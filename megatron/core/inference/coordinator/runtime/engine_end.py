@@ -27,6 +27,7 @@ class EngineEnd:
         skipped: Prompt tokens whose prefill was skipped, by request id.
         wants_text: Ids of requests whose replies must hold text.
         process: The coordinator process, on the rank that started it.
+        registration: What it registered with, to say again when it is asked to.
         ending: The job is ending; it is no error any more that others are gone.
     """
 
@@ -39,6 +40,7 @@ class EngineEnd:
         self.skipped: dict[int, int] = {}
         self.wants_text: set[int] = set()
         self.process: CoordinatorProcess | None = None
+        self.registration: m.Register | None = None
         self.ending = False
         self.events = EventLog(logger)
 

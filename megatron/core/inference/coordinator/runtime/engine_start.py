@@ -6,7 +6,6 @@
 
 import asyncio
 import os
-import socket
 import uuid
 from typing import Any
 
@@ -16,6 +15,7 @@ from megatron.core.inference.engines.async_zmq_communicator import AsyncZMQCommu
 from megatron.core.utils import get_asyncio_loop, get_pg_rank, get_pg_size, get_pg_src_rank
 
 from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.runtime.addresses import job_address
 from megatron.core.inference.coordinator.runtime.engine_end import EngineEnd
 from megatron.core.inference.coordinator.runtime.group_channel import (
     GroupPublisher,
@@ -53,8 +53,8 @@ async def start_listening_to_data_parallel_coordinator(
         self: The engine.
         inference_coordinator_port: Port of the coordinator; None or 0 lets the system choose.
         launch_inference_coordinator: Whether the first rank starts the coordinator process.
-        hostname: Address that the other ranks can reach this machine at; by default loopback
-            when all ranks are on one machine, else its host name.
+        hostname: Address that the other ranks can reach this machine at; see
+            `addresses.job_address` for the default.
         coordinator_schedule_output_path: Where the coordinator writes its decisions at the end.
         loop: Event loop to run the engine in.
 
@@ -64,7 +64,7 @@ async def start_listening_to_data_parallel_coordinator(
     Raises:
         CoordinatorDied: It did not come up, or did not take the registration; says why.
     """
-    host = hostname or _default_host()
+    host = hostname or job_address()
     end = self._prefix_routing = EngineEnd()
     self.zmq_context = zmq.Context()
     self.zmq_sockets = []
@@ -96,12 +96,6 @@ async def start_listening_to_data_parallel_coordinator(
         self.run_engine_with_coordinator(loop=loop)
     )
     return address
-
-
-def _default_host() -> str:
-    """Loopback while the job is on one machine, as torchrun tells; else this machine's name."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    return "127.0.0.1" if os.environ.get("LOCAL_WORLD_SIZE", world) == world else socket.getfqdn()
 
 
 def _process_settings(
@@ -173,7 +167,7 @@ def _register(engine: Any, end: EngineEnd, address: str, job: str) -> None:
     )
     engine.socket_for_receiving_requests = end.link.socket
     engine.zmq_sockets.append(end.link.socket)
-    register = m.Register(
+    end.registration = m.Register(
         version=PROTOCOL_VERSION,
         replica=job,
         dp_rank=dp_rank,
@@ -183,7 +177,7 @@ def _register(engine: Any, end: EngineEnd, address: str, job: str) -> None:
         total_blocks=context.kv_block_allocator.total_count,
         eviction=context.prefix_caching_eviction_policy.value,
     )
-    acknowledgement = end.link.register(register, _REGISTER_SECONDS)
+    acknowledgement = end.link.register(end.registration, _REGISTER_SECONDS)
     end.weight_epoch = acknowledgement.weight_epoch
 
 

@@ -8,6 +8,7 @@ cannot be run is answered with an error.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,7 +60,11 @@ def _handle(engine: Any, end: EngineEnd, message: m.FromCoordinator) -> None:
             if end.link is not None:
                 end.link.send(m.Pong(number))
         case m.RegisterAgain():
-            end.events.write(m.Log("not_registered", warning=True))
+            # The coordinator lost us for a moment. What it gave us before is not ours any more:
+            # its answers will be dropped there.
+            end.events.write(m.Log("registering_again", warning=True))
+            if end.link is not None and end.registration is not None:
+                end.link.send(replace(end.registration, weight_epoch=end.weight_epoch))
 
 
 def _take_request(engine: Any, end: EngineEnd, message: m.EngineRequest) -> None:

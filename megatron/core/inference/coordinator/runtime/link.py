@@ -53,6 +53,8 @@ class CoordinatorLink:
                 message = wire.decode_from_coordinator(self.socket.recv_multipart())
                 if isinstance(message, m.RegisterAck):
                     return message
+                if isinstance(message, m.RequestError):
+                    raise CoordinatorDied(f"the coordinator refused this engine: {message.text}")
         raise CoordinatorDied(
             f"the coordinator at {self.address} did not take this engine's registration "
             f"within {timeout:g} s; are all replicas running the same version?"

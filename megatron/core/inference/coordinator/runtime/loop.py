@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,11 +102,12 @@ class CoordinatorLoop:
                 return
 
     def _handle(self, incoming: m.Incoming) -> None:
-        self._lost: deque[tuple[bytes, m.PeerLost]] = deque()
+        self._unreached: dict[bytes, list[int]] = {}
         for effect in self.core.handle(incoming, time.monotonic()):
             self._performers[type(effect)](effect)
-        while self._lost:  # sends to them failed; what the core does about it may fail as well
-            peer, lost = self._lost.popleft()
+        while self._unreached:  # what the core does about them may fail to reach others
+            peer, requests = self._unreached.popitem()
+            lost = m.PeerLost(tuple(requests))
             self._codec.forget(peer)
             for effect in self.core.handle(m.Incoming(peer, lost), time.monotonic()):
                 self._performers[type(effect)](effect)
@@ -121,9 +121,9 @@ class CoordinatorLoop:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            request = effect.message
-            undelivered = request.request_id if isinstance(request, m.EngineRequest) else None
-            self._lost.append((effect.peer, m.PeerLost(undelivered)))
+            requests = self._unreached.setdefault(effect.peer, [])
+            if isinstance(effect.message, m.EngineRequest):
+                requests.append(effect.message.request_id)
 
     def _with_text(self, tokenizer: Any, body: bytes) -> bytes:
         """A packed reply with the text of its tokens; as it is where that cannot be made."""

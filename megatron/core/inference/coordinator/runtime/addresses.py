@@ -1,0 +1,46 @@
+"""Which address of this machine the rest of the job can reach."""
+
+import os
+import socket
+
+import psutil
+
+_LOOPBACK = "127.0.0.1"
+
+
+def job_address() -> str:
+    """This machine's address within the job.
+
+    Loopback while all ranks are on this machine, as torchrun tells. Otherwise the address that
+    leads to MASTER_ADDR; on the master itself, whose own name may well resolve to loopback, the
+    first address that is none.
+    """
+    world = os.environ.get("WORLD_SIZE", "1")
+    if os.environ.get("LOCAL_WORLD_SIZE", world) == world:
+        return _LOOPBACK
+    address = _address_towards(os.environ.get("MASTER_ADDR", ""))
+    if address is None or address.startswith("127."):
+        return next(iter(_other_addresses()), socket.getfqdn())
+    return address
+
+
+def _address_towards(host: str) -> str | None:
+    """The address that packets to a host would carry; none is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+        except OSError:
+            return None
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def _other_addresses() -> list[str]:
+    """IPv4 addresses of this machine's interfaces that are up, loopback left out."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    return [
+        entry.address
+        for name, entries in sorted(psutil.net_if_addrs().items())
+        for entry in entries
+        if name in up and entry.family is socket.AF_INET and not entry.address.startswith("127.")
+    ]

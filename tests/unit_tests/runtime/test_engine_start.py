@@ -1,0 +1,459 @@
+"""How an engine's end starts and ends: ranks are dummy engines, process groups are made up.
+
+Each rank lives in a thread of its own with its own event loop, against a coordinator's loop in
+another; no process is started.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import zmq
+from dummy_engine import BLOCK, LRU, DummyContext, DummyEngine, released_bookkeep
+from megatron.core.inference.engines.dynamic_engine import EngineState
+from megatron.core.inference.sampling_params import SamplingParams
+
+from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.core import Coordinator
+from megatron.core.inference.coordinator.lifecycle import FleetState
+from megatron.core.inference.coordinator.runtime import engine_start, engine_step, sockets, wire
+from megatron.core.inference.coordinator.runtime.client import InferenceClient
+from megatron.core.inference.coordinator.runtime.loop import CoordinatorLoop
+from megatron.core.inference.coordinator.runtime.process import CoordinatorDied, bind
+from megatron.core.inference.coordinator.settings import CoordinatorSettings, RoutingSettings
+
+SECONDS = 20
+"""Until a test that waits for something gives up."""
+
+
+class Group:
+    """One rank's view of a process group whose ranks are threads."""
+
+    def __init__(self, ranks: list[int], rank: int, boxes: dict[int, Queue]):
+        self.ranks, self.rank, self._boxes = ranks, ranks.index(rank), boxes
+
+    def broadcast(self, box: list, src: int) -> None:
+        if self.ranks[self.rank] == src:
+            for other in set(self.ranks) - {src}:
+                self._boxes[other].put(list(box))
+        else:
+            box[:] = self._boxes[self.ranks[self.rank]].get(timeout=SECONDS)
+
+
+def make_groups(dp: int = 1, tp: int = 1, ep: int = 1) -> list[SimpleNamespace]:
+    """The process groups of dp x tp ranks, tensor-parallel ranks adjacent."""
+    grid = [[replica * tp + shard for shard in range(tp)] for replica in range(dp)]
+    layout = {
+        "tp": grid,
+        "mp": grid,
+        "pp": [[rank] for row in grid for rank in row],
+        "dp": [list(column) for column in zip(*grid, strict=True)],
+        "ep": [[rank] for row in grid for rank in row],
+    }
+    if ep > 1:
+        layout["ep"] = layout["dp"]
+    found: dict[int, dict[str, Group]] = {rank: {} for row in grid for rank in row}
+    for name, groups in layout.items():
+        for ranks in groups:
+            boxes: dict[int, Queue] = {rank: Queue() for rank in ranks}
+            for rank in ranks:
+                found[rank][name] = Group(ranks, rank, boxes)
+    return [SimpleNamespace(**found[rank]) for rank in sorted(found)]
+
+
+@pytest.fixture(autouse=True)
+def _made_up_groups(monkeypatch) -> None:
+    monkeypatch.setattr(engine_start, "get_pg_rank", lambda group: group.rank)
+    monkeypatch.setattr(engine_start, "get_pg_size", lambda group: len(group.ranks))
+    monkeypatch.setattr(engine_start, "get_pg_src_rank", lambda group: group.ranks[0])
+    monkeypatch.setattr(
+        torch.distributed,
+        "broadcast_object_list",
+        lambda box, src, group: group.broadcast(box, src),
+    )
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(engine_step, "_released_bookkeep", released_bookkeep)
+    monkeypatch.setattr(engine_start, "_REGISTER_SECONDS", 10.0)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+
+
+class Running:
+    """A coordinator's loop in a thread."""
+
+    def __init__(self, **settings: Any):
+        self.context = zmq.Context()
+        router = sockets.router(self.context)
+        self.address = bind(router, "127.0.0.1", 0)
+        core = Coordinator(CoordinatorSettings(block_size_tokens=BLOCK, **settings))
+        self.loop = CoordinatorLoop(core, router)
+        self._thread = threading.Thread(target=self._run, args=(router,))
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rsplit(":", 1)[1])
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return self.loop.events.counts
+
+    def _run(self, router: zmq.Socket) -> None:
+        self.loop.run()
+        router.close(linger=0)
+
+    def close(self) -> None:
+        self.loop.stop()
+        self._thread.join(SECONDS)
+        self.context.destroy(linger=0)
+
+
+@contextmanager
+def running(**settings: Any) -> Iterator[Running]:
+    live = Running(**settings)
+    try:
+        yield live
+    finally:
+        live.close()
+
+
+@contextmanager
+def started(engines: list[DummyEngine], **start: Any) -> Iterator[list[str]]:
+    """All engines started, each in a thread with an event loop, and running; ended at the end.
+
+    Yields:
+        The coordinator's address as each engine was told it.
+    """
+    ready: Queue = Queue()
+    end = threading.Event()
+
+    async def live(engine: DummyEngine) -> None:
+        try:
+            ready.put((engine, await engine.start(**start)))
+        except BaseException as error:
+            ready.put((engine, error))
+            raise
+        while not end.is_set() and not engine.engine_loop_task.done():
+            await asyncio.sleep(0.005)
+        engine.engine_loop_task.cancel()
+        await asyncio.wait({engine.engine_loop_task})
+        if not engine.engine_loop_task.cancelled():
+            engine.engine_loop_task.result()
+
+    with ThreadPoolExecutor(len(engines)) as pool:
+        futures = [pool.submit(asyncio.run, live(engine)) for engine in engines]
+        try:
+            addresses = dict(ready.get(timeout=SECONDS) for _ in engines)
+            for address in addresses.values():
+                if isinstance(address, BaseException):
+                    raise address
+            yield [addresses[engine] for engine in engines]
+        finally:
+            for engine in engines:  # those that wait for their group's first rank give up
+                engine.end.ending = True
+            end.set()
+        for future in futures:
+            future.result(SECONDS)
+
+
+async def asked(address: str, *prompts: Any, act: Callable[[InferenceClient], None] | None = None):
+    """Answers to prompts, submitted at once; then `act` may send signals."""
+    client = InferenceClient(address, connect_timeout=10)
+    client.start(asyncio.get_running_loop())
+    try:
+        futures = [client.add_request(p, SamplingParams(termination_id=-1)) for p in prompts]
+        replies = await asyncio.wait_for(asyncio.gather(*futures), SECONDS)
+        if act is not None:
+            act(client)
+        return replies
+    finally:
+        client.stop()
+
+
+def test_two_replicas_register_answer_and_take_their_leave():
+    engines = [DummyEngine(groups) for groups in make_groups(dp=2)]
+    for engine, token in zip(engines, b"ab", strict=True):
+        engine.answer = token
+    start = {"launch_inference_coordinator": False, "hostname": "127.0.0.1"}
+    with running(expected_ranks=2) as live:
+        with started(engines, inference_coordinator_port=live.port, **start) as addresses:
+            assert addresses == [live.address] * 2
+            ranks = sorted((r.number, r.max_requests, r.total_blocks) for r in live.loop.core.ranks)
+            assert ranks == [(0, 8, 100), (1, 8, 100)]
+            # Equal prompts follow one another to one replica; others go where there is room.
+            replies = asyncio.run(asked(live.address, "one", "two", [5] * 3, [6] * 3))
+        assert sorted({reply["generated_text"] for reply in replies}) == ["aa", "bb"]
+        assert all(reply["status"] == "COMPLETED" for reply in replies)
+        wait_for(lambda: live.counts["rank_left"] == 2)
+        assert live.counts["message_refused"] == live.counts["reply_dropped"] == 0
+    assert [engine.state for engine in engines] == [EngineState.STOPPED] * 2
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    for _ in range(int(SECONDS / 0.01)):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not happen")
+
+
+def test_signals_stop_all_replicas_and_they_disconnect():
+    engines = [DummyEngine(groups) for groups in make_groups(dp=2)]
+
+    def stop(client: InferenceClient) -> None:
+        client.pause_engines()
+        client.suspend_engines()
+        client.resume_engines()
+        client.set_generation_epoch(9)
+        client.stop_engines()
+
+    start = {"launch_inference_coordinator": False, "hostname": "127.0.0.1"}
+    with running(expected_ranks=2) as live:
+        with started(engines, inference_coordinator_port=live.port, **start):
+            asyncio.run(asked(live.address, "hi", act=stop))
+            wait_for(lambda: all(e.state is EngineState.STOPPED for e in engines))
+        wait_for(lambda: live.counts["rank_left"] == 2)
+        assert live.counts["rank_lost"] == 0  # they said so; it was not found out by a broken send
+    for engine in engines:
+        assert engine.did[-2:] == ["suspend", "resume"]
+        assert (engine._generation_epoch, engine.end.weight_epoch) == (9, 2)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_registration_tells_what_the_coordinator_must_know(caching):
+    context = zmq.Context()
+    router = sockets.router(context)
+    address = bind(router, "127.0.0.1", 0)
+    engines = [DummyEngine(groups, DummyContext(caching)) for groups in make_groups(dp=2)]
+    received: list[tuple[bytes, m.Register]] = []
+
+    def acknowledge() -> None:
+        for number in range(2):
+            assert router.poll(10_000)
+            peer, *frames = router.recv_multipart()
+            received.append((peer, wire.decode_for_coordinator(frames)))
+            ack = m.RegisterAck(number, 1, 3, FleetState.RUNNING)
+            router.send_multipart([peer, *wire.encode(ack)])
+
+    thread = threading.Thread(target=acknowledge)
+    thread.start()
+    try:
+        start = {"launch_inference_coordinator": False, "hostname": "127.0.0.1"}
+        with started(engines, inference_coordinator_port=int(address.rsplit(":", 1)[1]), **start):
+            assert [engine.end.weight_epoch for engine in engines] == [3, 3]
+    finally:
+        thread.join(SECONDS)
+        context.destroy(linger=0)
+    (_, first), (_, second) = sorted(received, key=lambda each: each[1].dp_rank)
+    assert (first.dp_rank, second.dp_rank) == (0, 1)
+    assert first.replica == second.replica
+    assert first.replica.startswith("test-")
+    block = BLOCK if caching else 0
+    assert first == m.Register(1, first.replica, 0, 0, 8, block, 100, "lru")
+    assert sorted(peer for peer, _ in received) == [
+        f"engine-{first.replica}-{rank}".encode() for rank in (0, 1)
+    ]
+
+
+def test_two_jobs_on_one_coordinator_do_not_collide():
+    start = {"launch_inference_coordinator": False, "hostname": "127.0.0.1"}
+    first, second = (DummyEngine(*make_groups()) for _ in range(2))
+    with running() as live:
+        start["inference_coordinator_port"] = live.port
+        with started([first], **start), started([second], **start):
+            assert len(live.loop.core.ranks) == 2
+
+
+class DummyProcess:
+    """Stands in for the coordinator's process: a loop in a thread."""
+
+    made: list["DummyProcess"]
+
+    def __init__(self, settings: Any, tokenizer: Any):
+        self.made.append(self)
+        self.settings, self.tokenizer = settings, tokenizer
+        self.live = Running(expected_ranks=settings.coordinator.expected_ranks)
+        self.address = self.live.address
+        self.process = object()
+        self.died: str | None = None
+
+    def check(self) -> None:
+        if self.died is not None:
+            raise CoordinatorDied(self.died)
+
+
+@pytest.fixture
+def processes(monkeypatch) -> Iterator[list[DummyProcess]]:
+    monkeypatch.setattr(DummyProcess, "made", [], raising=False)
+    monkeypatch.setattr(engine_start, "CoordinatorProcess", DummyProcess)
+    yield DummyProcess.made
+    for process in DummyProcess.made:
+        process.live.close()
+
+
+def test_the_first_rank_alone_starts_the_coordinator_and_the_others_are_told(
+    processes, monkeypatch
+):
+    chosen = RoutingSettings(load_beta=0.25)
+    monkeypatch.setattr(engine_start, "_chosen_settings", chosen)
+    engines = [DummyEngine(groups) for groups in make_groups(dp=2)]
+    with started(
+        engines, inference_coordinator_port=5123, coordinator_schedule_output_path="decisions.json"
+    ) as addresses:
+        (process,) = processes
+        assert addresses == [process.address] * 2
+        assert engines[0].end.process is process
+        assert engines[0].inference_coordinator_process is process.process
+        assert engines[1].end.process is None
+        assert [engine.is_dp_coordinator for engine in engines] == [True, False]
+        assert process.tokenizer is engines[0].controller.tokenizer
+        settings = process.settings
+        assert (settings.host, settings.port) == ("127.0.0.1", 5123)
+        assert settings.schedule_path == "decisions.json"
+        assert settings.coordinator == CoordinatorSettings(
+            routing=chosen,
+            expected_ranks=2,
+            prefix_caching=True,
+            block_size_tokens=BLOCK,
+            max_requests=8,
+            eviction=LRU,
+            deterministic=False,
+            trace=True,
+        )
+
+
+def test_without_a_port_or_a_schedule_the_system_chooses_and_nothing_is_traced(processes):
+    with started([DummyEngine(*make_groups())]):
+        settings = processes[0].settings
+    assert (settings.port, settings.schedule_path, settings.coordinator.trace) == (0, None, False)
+
+
+def run_until_it_dies(engine: DummyEngine, processes: list["DummyProcess"]) -> None:
+    with started([engine]):
+        processes[0].died = "killed by SIGKILL"
+        wait_for(lambda: engine.engine_loop_task.done())
+
+
+def test_a_coordinator_process_that_dies_ends_the_engine_with_its_error(processes):
+    engine = DummyEngine(*make_groups())
+    with pytest.raises(CoordinatorDied, match=r"^killed by SIGKILL$"):
+        run_until_it_dies(engine, processes)
+    assert engine.state is EngineState.STOPPED
+
+
+def test_a_coordinator_that_cannot_start_ends_the_start(monkeypatch):
+    def refuse(settings: Any, tokenizer: Any) -> None:
+        raise CoordinatorDied("port 5123 on 127.0.0.1 is in use")
+
+    monkeypatch.setattr(engine_start, "CoordinatorProcess", refuse)
+    with pytest.raises(CoordinatorDied, match="in use"), started([DummyEngine(*make_groups())]):
+        raise AssertionError("it started")
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "loopback"),
+    [(None, None, True), ("8", "8", True), ("16", "8", False), ("2", None, True)],
+)
+def test_the_host_is_loopback_while_the_job_is_on_one_machine(world, local, loopback, monkeypatch):
+    for name, value in (("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", local)):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr(engine_start.socket, "getfqdn", lambda: "node1.cluster")
+    assert engine_start._default_host() == ("127.0.0.1" if loopback else "node1.cluster")
+
+
+def test_a_model_parallel_group_sees_the_same_and_answers_once():
+    engines = [DummyEngine(groups) for groups in make_groups(dp=2, tp=2)]
+    start = {"launch_inference_coordinator": False, "hostname": "127.0.0.1"}
+    with running(expected_ranks=2) as live:
+        with started(engines, inference_coordinator_port=live.port, **start) as addresses:
+            assert addresses == [live.address] * 4
+            assert [e.end.link is not None for e in engines] == [True, False] * 2
+            assert [e.is_mp_coordinator for e in engines] == [True, False] * 2
+            prompts = [[n] * 6 for n in range(20)]
+            replies = asyncio.run(
+                asked(live.address, *prompts, act=lambda c: c.set_generation_epoch(3))
+            )
+            assert len(replies) == len(prompts)
+            wait_for(lambda: all(e._generation_epoch == 3 for e in engines))
+            pinged = live.loop.core._ticks
+            wait_for(lambda: live.loop.core._ticks > pinged)
+        assert live.counts["reply_dropped"] == live.counts["message_refused"] == 0
+        assert live.counts["reply_from_stranger"] == live.counts["pong_from_stranger"] == 0
+    for first, second in (engines[:2], engines[2:]):
+        assert first.did == second.did
+        assert first.did
+        assert second.end.skipped == {}
+    assert sum(len(engine.did) for engine in engines) == 2 * len(prompts)
+    assert [engine.end.weight_epoch for engine in engines] == [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("world", "ep", "expected"), [(1, 1, []), (2, 1, ["world"]), (2, 2, ["ep", "world"])]
+)
+def test_barriers_are_made_for_groups_of_more_than_one(world, ep, expected, processes, monkeypatch):
+    made: dict[int, list[tuple[str, str]]] = {}
+
+    class Communicator:
+        def __init__(self, context: zmq.Context, process_group: Group | None, hostname: str):
+            assert not context.closed
+            name = "world" if process_group is None else "ep"
+            made.setdefault(threading.get_ident(), []).append((name, hostname))
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(engine_start, "AsyncZMQCommunicator", Communicator)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world)
+    engines = [DummyEngine(groups) for groups in make_groups(dp=world, ep=ep)]
+    with started(engines, hostname="127.0.0.1"):
+        assert [(engine.ep_world_size, engine.ep_rank) for engine in engines] == [
+            (ep, rank if ep > 1 else 0) for rank in range(world)
+        ]
+        for engine in engines:
+            assert (engine.context.ep_communicator is not None) is (ep > 1)
+    assert list(made.values()) == [[(name, "127.0.0.1") for name in expected]] * len(made)
+    assert len(made) == (world if expected else 0)
+
+
+# --- ending --------------------------------------------------------------------------------------
+
+
+def test_shutdown_lets_go_of_everything_and_may_be_called_again():
+    async def run(port: int) -> DummyEngine:
+        engine = DummyEngine(*make_groups())
+        await engine.start(port, launch_inference_coordinator=False, hostname="127.0.0.1")
+        link = engine.end.link
+        engine.engine_loop_task.cancel()
+        await asyncio.wait({engine.engine_loop_task})
+        assert link._monitor.closed
+        assert link.socket.closed
+        assert engine.zmq_context.closed
+        assert engine.state is EngineState.STOPPED
+        await engine.shutdown()
+        return engine
+
+    with running(expected_ranks=1) as live:
+        asyncio.run(run(live.port))
+        wait_for(lambda: live.counts["rank_left"] == 1)
+        assert not len(live.loop.core.ranks)
+
+
+def test_shutdown_of_an_engine_that_never_started_is_left_to_the_released_one(monkeypatch):
+    called = []
+
+    async def released(engine: DummyEngine) -> None:
+        called.append(engine)
+
+    monkeypatch.setattr(engine_step, "_released_shutdown", released)
+    engine = DummyEngine()
+    asyncio.run(engine.shutdown())
+    assert called == [engine]
