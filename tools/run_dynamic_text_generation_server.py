@@ -293,7 +293,8 @@ class Server:
         end = getattr(self._setup.engine, "_prefix_routing", None)
         if end is not None:
             end.ending = True
-        loop.call_soon_threadsafe(self._stopping.set)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended already
+            loop.call_soon_threadsafe(self._stopping.set)
 
     def _try_to_start_front_ends(self, address: str) -> tuple[str | None, Exception | None]:
         try:

@@ -129,7 +129,7 @@ class Fleet:
 
     def join(self, **values: Any) -> int:
         """Another engine of ours registers; returns its number."""
-        dp_rank = len(self.core.ranks)
+        dp_rank = len(self.core.fleet.ranks)
         self.tell(b"%d" % dp_rank, make_register(dp_rank, **self._register | values))
         return dp_rank
 
@@ -148,7 +148,7 @@ class Fleet:
         effects = self.tell(CLIENT, message or submission(self._asked, prompt))
         (sent,) = sends(effects)
         assert isinstance(sent.message, m.EngineRequest), sent
-        rank = self.core.ranks.of_peer(sent.peer)
+        rank = self.core.fleet.ranks.of_peer(sent.peer)
         assert rank is not None
         return rank.number, sent.message.request_id
 
@@ -160,21 +160,21 @@ class Fleet:
         """Engines answer these requests."""
         effects = []
         for request_id in request_ids:
-            (record,) = (r for r in self.core.ledger if r.request_id == request_id)
+            (record,) = (r for r in self.core.fleet.ledger if r.request_id == request_id)
             assert record.rank is not None
-            rank = self.core.ranks.get(record.rank)
+            rank = self.core.fleet.ranks.get(record.rank)
             assert rank is not None
             effects += self.tell(rank.peer, replies(request_id))
         return effects
 
     def answer_all(self) -> None:
         """Engines answer everything."""
-        self.answer(*[record.request_id for record in self.core.ledger])
+        self.answer(*[record.request_id for record in self.core.fleet.ledger])
 
     def load_up(self, rank: int, load: int) -> list[int]:
         """Send unhashed requests until this rank, which must be the least loaded, has `load`."""
         ids = []
-        while self.core.ledger.load(rank) < load:
+        while self.core.fleet.ledger.load(rank) < load:
             got, request_id = self.ask()
             assert got == rank
             ids.append(request_id)
@@ -183,4 +183,4 @@ class Fleet:
     @property
     def loads(self) -> list[int]:
         """Requests in flight, by rank."""
-        return [self.core.ledger.load(rank.number) for rank in self.core.ranks]
+        return [self.core.fleet.ledger.load(rank.number) for rank in self.core.fleet.ranks]

@@ -103,14 +103,14 @@ def test_a_request_before_connect_is_answered_with_an_error():
         m.Send(OTHER, error),
         m.Log("request_before_connect", warning=True, peer=OTHER),
     ]
-    assert len(fleet.core.ledger) == 0
+    assert len(fleet.core.fleet.ledger) == 0
 
 
 @pytest.mark.parametrize("message", [m.Control(Signal.PAUSE), m.Shutdown()])
 def test_a_stranger_controls_nothing(message):
     fleet = Fleet(1)
     assert fleet.tell(OTHER, message) == [m.Log("control_before_connect", warning=True, peer=OTHER)]
-    assert fleet.core.state is RUNNING
+    assert fleet.core.fleet.state is RUNNING
 
 
 def test_a_client_ends_the_coordinator():
@@ -153,11 +153,11 @@ def test_a_released_engine_gets_no_acknowledgement():
 def test_a_released_engine_has_the_settings_places_and_eviction():
     fleet = Fleet(max_requests=48, eviction=LRU)
     fleet.tell(b"mp-coord-3", stock_register())
-    (rank,) = fleet.core.ranks
+    (rank,) = fleet.core.fleet.ranks
     assert (rank.max_requests, rank.retains, rank.total_blocks) == (48, True, None)
     fleet = Fleet(max_requests=48, eviction=REF_ZERO)
     fleet.tell(b"mp-coord-3", stock_register())
-    (rank,) = fleet.core.ranks
+    (rank,) = fleet.core.fleet.ranks
     assert rank.retains is False
 
 
@@ -166,13 +166,13 @@ def test_a_client_cannot_register_as_an_engine():
     assert fleet.tell(CLIENT, make_register()) == [
         m.Log("register_from_client", warning=True, peer=CLIENT)
     ]
-    assert len(fleet.core.ranks) == 0
+    assert len(fleet.core.fleet.ranks) == 0
 
 
 def test_an_engine_of_another_protocol_version_is_not_taken():
     fleet = Fleet()
     assert fleet.tell(b"e", make_register(version=2)) == refusal("protocol 2 is not 1")
-    assert len(fleet.core.ranks) == 0
+    assert len(fleet.core.fleet.ranks) == 0
 
 
 @pytest.mark.parametrize("places", [0, -1])
@@ -181,20 +181,20 @@ def test_an_engine_without_any_place_is_not_taken(places):
     assert fleet.tell(b"e", make_register(max_requests=places)) == refusal(
         f"max_requests is {places}"
     )
-    assert len(fleet.core.ranks) == 0
+    assert len(fleet.core.fleet.ranks) == 0
 
 
 def test_an_engine_whose_blocks_are_not_what_clients_hash_is_not_taken():
     fleet = Fleet()
     reason = "its cache blocks hold 16 tokens, and clients hash 4"
     assert fleet.tell(b"e", make_register(block_size=16)) == refusal(reason)
-    assert len(fleet.core.ranks) == 0
+    assert len(fleet.core.fleet.ranks) == 0
 
 
 def test_block_sizes_do_not_matter_where_nobody_hashes():
     fleet = Fleet(coordinator_policy="load_balanced")
     fleet.tell(b"e", make_register(block_size=16))
-    assert len(fleet.core.ranks) == 1
+    assert len(fleet.core.fleet.ranks) == 1
 
 
 def refusal(reason: str) -> list[m.Effect]:
@@ -224,7 +224,7 @@ def test_the_same_replica_on_another_connection_takes_the_old_ones_place():
     effects = fleet.tell(b"new", make_register(0))
     assert logs(effects) == ["rank_lost", "ranks_registered"]
     assert m.Send(b"new", m.RegisterAck(0, 2, 0, RUNNING)) in effects
-    assert sorted(rank.peer for rank in fleet.core.ranks) == [b"1", b"new"]
+    assert sorted(rank.peer for rank in fleet.core.fleet.ranks) == [b"1", b"new"]
     # The old connection is a stranger from here on.
     assert fleet.tell(b"0", replies(0)) == [
         m.Send(b"0", m.RegisterAgain()),
@@ -236,15 +236,15 @@ def test_a_connection_that_registers_as_another_live_replica_replaces_both():
     fleet = Fleet(2)
     effects = fleet.tell(b"0", make_register(1))
     assert logs(effects) == ["rank_lost", "rank_lost", "ranks_registered"]
-    assert [(rank.number, rank.peer) for rank in fleet.core.ranks] == [(1, b"0")]
+    assert [(rank.number, rank.peer) for rank in fleet.core.fleet.ranks] == [(1, b"0")]
 
 
 def test_what_a_rank_held_before_it_registered_again_is_forgotten():
     fleet = Fleet(1)
     fleet.ask(tokens(3))
-    assert len(fleet.core.index) == 3
+    assert len(fleet.core.fleet.index) == 3
     fleet.tell(b"0", make_register(0))
-    assert len(fleet.core.index) == 0
+    assert len(fleet.core.fleet.index) == 0
 
 
 def test_a_released_engine_that_registers_again_has_restarted():
@@ -300,7 +300,7 @@ def test_without_any_rank_a_request_fails_with_an_error():
     fleet = Fleet()
     error = m.RequestError("r", "no_replica", "no replica is registered")
     assert fleet.tell(CLIENT, submission("r")) == [m.Send(CLIENT, error)]
-    assert len(fleet.core.ledger) == 0
+    assert len(fleet.core.fleet.ledger) == 0
 
 
 def test_deterministic_ranks_are_acknowledged_together_and_in_order():
@@ -434,9 +434,7 @@ def test_a_stranger_that_speaks_as_an_engine_is_told_to_register_again(message, 
 
 def test_a_client_that_speaks_as_an_engine_is_only_logged():
     fleet = Fleet(1)
-    assert fleet.tell(CLIENT, replies(0)) == [
-        m.Log("reply_from_stranger", warning=True, peer=CLIENT)
-    ]
+    assert fleet.tell(CLIENT, replies(0)) == [m.Log("reply_from_client", warning=True, peer=CLIENT)]
     assert fleet.tell(CLIENT, m.Pong(1)) == []
     assert fleet.tell(b"0", m.Pong(1)) == []
 
@@ -445,7 +443,7 @@ def test_a_trace_tells_what_was_predicted_and_what_the_engine_skipped():
     fleet = Fleet(1, trace=True)
     prompt = [*tokens(3), 5]
     fleet.ask(prompt)
-    assert fleet.answer(0)[1:] == [m.Trace(0, 0, 3, 13, 0, 0)]
+    assert fleet.answer(0)[1:] == [m.Trace(0, 0, 3, 13, 0, 0, False)]
     fleet.ask(prompt)
     effects = fleet.tell(b"0", m.EngineReply((answer(1, cached_tokens=8),)))
     assert effects[1:] == [
@@ -456,6 +454,7 @@ def test_a_trace_tells_what_was_predicted_and_what_the_engine_skipped():
             prompt_tokens=13,
             predicted_tokens=8,  # 12 would leave 1 token to compute
             cached_tokens=8,
+            in_window=False,
         )
     ]
 
@@ -463,7 +462,7 @@ def test_a_trace_tells_what_was_predicted_and_what_the_engine_skipped():
 def test_a_trace_of_an_unhashed_request_predicts_nothing():
     fleet = Fleet(1, trace=True)
     fleet.ask()
-    assert fleet.answer(0)[1:] == [m.Trace(0, 0, 0, -1, 0, 0)]
+    assert fleet.answer(0)[1:] == [m.Trace(0, 0, 0, -1, 0, 0, False)]
 
 
 # --- hash lists that cannot be right -------------------------------------------------------------
@@ -489,20 +488,20 @@ GOOD = hashes(tokens(3))
 def test_a_bad_hash_list_makes_the_request_not_hashed(packed):
     fleet = Fleet(2)
     fleet.ask(tokens(3))
-    before = len(fleet.core.index)
+    before = len(fleet.core.fleet.index)
     message = m.SubmitRequest("bad", 3 * BLOCK, SAMPLING, PROMPT, packed)
     assert fleet.tell(CLIENT, message) == [
         m.Log("hashes_refused", warning=True, peer=CLIENT),
         m.Send(b"1", engine_request(1)),  # the least loaded rank
     ]
-    assert len(fleet.core.index) == before
+    assert len(fleet.core.fleet.index) == before
 
 
 def test_of_a_prompt_of_unknown_length_only_impossible_lists_are_refused():
     fleet = Fleet(1)
     message = m.SubmitRequest(1, -1, SAMPLING, PROMPT, pack_hashes(GOOD))
     assert logs(fleet.tell(CLIENT, message)) == []
-    assert len(fleet.core.index) == 3
+    assert len(fleet.core.fleet.index) == 3
     message = m.SubmitRequest(1, -1, SAMPLING, PROMPT, pack_hashes([4, 4]))
     assert logs(fleet.tell(CLIENT, message)) == ["hashes_refused"]
 
@@ -546,7 +545,7 @@ def test_the_answers_of_a_lost_client_are_dropped_and_free_the_load_once(message
     assert fleet.loads == [1]
     assert logs(fleet.tell(b"0", replies(0))) == ["reply_dropped"]
     assert fleet.loads == [1]
-    assert len(fleet.core.index) == 2  # what it computed is cached all the same
+    assert len(fleet.core.fleet.index) == 2  # what it computed is cached all the same
     assert sends(fleet.tell(OTHER, submission("c")))[0].message.code == "not_connected"
 
 
@@ -579,7 +578,7 @@ def test_the_requests_of_a_lost_rank_fail_with_the_cause(message, cause, event):
         m.Send(OTHER, m.RequestError("c", "replica_lost", text)),
     ]
     assert fleet.loads == [1]
-    assert len(fleet.core.index) == 0
+    assert len(fleet.core.fleet.index) == 0
     assert logs(fleet.tell(b"0", replies(0))) == ["reply_from_stranger"]
 
 
@@ -617,7 +616,7 @@ def test_an_undelivered_request_fails_when_there_is_no_other_rank():
     error = m.RequestError(1, "no_replica", "no replica is registered")
     assert effects[-1] == m.Send(CLIENT, error)
     assert logs(effects) == ["rank_lost"]
-    assert len(fleet.core.ledger) == 0
+    assert len(fleet.core.fleet.ledger) == 0
 
 
 def test_an_undelivered_request_of_a_client_that_is_gone_ends_there():
@@ -625,7 +624,7 @@ def test_an_undelivered_request_of_a_client_that_is_gone_ends_there():
     fleet.ask()
     fleet.tell(CLIENT, m.PeerLost())
     assert sends(fleet.tell(b"0", m.PeerLost((0,)))) == []
-    assert len(fleet.core.ledger) == 0
+    assert len(fleet.core.fleet.ledger) == 0
 
 
 def test_an_undelivered_request_of_another_rank_is_left_alone():
@@ -685,19 +684,19 @@ IGNORED = {
 def test_each_signal_in_each_state(state, signal):
     fleet = Fleet(2)
     fleet.signal(*REACH[state])
-    assert fleet.core.state is state
+    assert fleet.core.fleet.state is state
     epoch = signal is Signal.SET_GENERATION_EPOCH
     effects = fleet.tell(CLIENT, m.Control(signal, (31,) if epoch else ()))
     if (state, signal) in PASSED_ON:
         args = (31, 1) if epoch else (1,) if signal is Signal.RESUME else ()
         assert effects == [m.Send(peer, m.Control(signal, args)) for peer in (b"0", b"1")]
-        assert fleet.core.state is PASSED_ON[state, signal]
+        assert fleet.core.fleet.state is PASSED_ON[state, signal]
     else:
         refused = m.Log(
             "signal_refused", {"signal": signal.name, "state": state.value}, True, peer=CLIENT
         )
         assert effects == ([] if (state, signal) in IGNORED else [refused])
-        assert fleet.core.state is state
+        assert fleet.core.fleet.state is state
 
 
 def test_requests_are_passed_on_while_the_fleet_is_paused():
@@ -713,12 +712,12 @@ def test_a_new_generation_epoch_begins_the_next_weight_epoch():
     fleet = Fleet(2)
     fleet.ask(tokens(3))
     fleet.answer_all()
-    assert len(fleet.core.index) == 3
+    assert len(fleet.core.fleet.index) == 3
     signal = m.Control(Signal.SET_GENERATION_EPOCH, (100,))
     expected = m.Control(Signal.SET_GENERATION_EPOCH, (100, 1))
     assert fleet.tell(CLIENT, signal) == [m.Send(b"0", expected), m.Send(b"1", expected)]
-    assert fleet.core.weight_epoch == 1
-    assert len(fleet.core.index) == 0
+    assert fleet.core.fleet.weight_epoch == 1
+    assert len(fleet.core.fleet.index) == 0
     assert sends(fleet.tell(CLIENT, submission("r"))) == [m.Send(b"1", engine_request(1, epoch=1))]
 
 
@@ -728,15 +727,15 @@ def test_the_same_generation_epoch_again_changes_nothing():
     fleet.ask(tokens(3))
     effects = fleet.tell(CLIENT, m.Control(Signal.SET_GENERATION_EPOCH, (100,)))
     assert effects == [m.Send(b"0", m.Control(Signal.SET_GENERATION_EPOCH, (100, 1)))]
-    assert (fleet.core.weight_epoch, len(fleet.core.index)) == (1, 3)
+    assert (fleet.core.fleet.weight_epoch, len(fleet.core.fleet.index)) == (1, 3)
     fleet.tell(CLIENT, m.Control(Signal.SET_GENERATION_EPOCH, (99,)))  # lower, but new
-    assert (fleet.core.weight_epoch, len(fleet.core.index)) == (2, 0)
+    assert (fleet.core.fleet.weight_epoch, len(fleet.core.fleet.index)) == (2, 0)
 
 
 def test_the_first_generation_epoch_is_a_new_one_even_if_it_is_0():
     fleet = Fleet(1)
     fleet.tell(CLIENT, m.Control(Signal.SET_GENERATION_EPOCH, (0,)))
-    assert fleet.core.weight_epoch == 1
+    assert fleet.core.fleet.weight_epoch == 1
 
 
 def test_every_resume_begins_the_next_weight_epoch():
@@ -747,7 +746,7 @@ def test_every_resume_begins_the_next_weight_epoch():
         assert fleet.tell(CLIENT, m.Control(Signal.RESUME)) == [
             m.Send(b"0", m.Control(Signal.RESUME, (epoch,)))
         ]
-        assert (fleet.core.weight_epoch, len(fleet.core.index)) == (epoch, 0)
+        assert (fleet.core.fleet.weight_epoch, len(fleet.core.fleet.index)) == (epoch, 0)
         fleet.signal(Signal.UNPAUSE)
 
 
@@ -755,14 +754,14 @@ def test_a_refused_resume_begins_no_epoch():
     fleet = Fleet(1)
     fleet.ask(tokens(2))
     fleet.signal(Signal.RESUME, Signal.PAUSE, Signal.RESUME)
-    assert (fleet.core.weight_epoch, len(fleet.core.index)) == (0, 2)
+    assert (fleet.core.fleet.weight_epoch, len(fleet.core.fleet.index)) == (0, 2)
 
 
 def test_pausing_and_suspending_alone_forget_nothing():
     fleet = Fleet(1)
     fleet.ask(tokens(2))
     fleet.signal(Signal.PAUSE, Signal.SUSPEND)
-    assert (fleet.core.weight_epoch, len(fleet.core.index)) == (0, 2)
+    assert (fleet.core.fleet.weight_epoch, len(fleet.core.fleet.index)) == (0, 2)
 
 
 def test_an_answer_from_before_the_update_leaves_nothing_held():
@@ -770,7 +769,7 @@ def test_an_answer_from_before_the_update_leaves_nothing_held():
     fleet.ask(tokens(2))
     fleet.tell(CLIENT, m.Control(Signal.SET_GENERATION_EPOCH, (1,)))
     fleet.answer(0)
-    assert len(fleet.core.index) == 0
+    assert len(fleet.core.fleet.index) == 0
     assert fleet.loads == [0]
 
 
@@ -866,14 +865,14 @@ def test_under_lru_a_prompt_is_held_for_the_ttl_after_its_answer():
     fleet.ask(tokens(3))
     fleet.now = 500.0
     fleet.tick()
-    assert len(fleet.core.index) == 3  # in flight
+    assert len(fleet.core.fleet.index) == 3  # in flight
     fleet.answer_all()
     fleet.now = 799.9
     fleet.tick()
-    assert len(fleet.core.index) == 3
+    assert len(fleet.core.fleet.index) == 3
     fleet.now = 800.0
     fleet.tick()
-    assert len(fleet.core.index) == 0
+    assert len(fleet.core.fleet.index) == 0
 
 
 def test_under_ref_zero_a_prompt_is_held_until_its_last_answer():
@@ -882,9 +881,9 @@ def test_under_ref_zero_a_prompt_is_held_until_its_last_answer():
     _, first = fleet.ask(tokens(3))
     _, second = fleet.ask(tokens(2))
     fleet.answer(first)
-    assert len(fleet.core.index) == 2
+    assert len(fleet.core.fleet.index) == 2
     fleet.answer(second)
-    assert len(fleet.core.index) == 0
+    assert len(fleet.core.fleet.index) == 0
 
 
 def test_a_rank_is_believed_to_hold_no_more_than_it_has_room_for():
@@ -893,9 +892,9 @@ def test_a_rank_is_believed_to_hold_no_more_than_it_has_room_for():
     for name in range(4):
         fleet.ask(tokens(3, name))
         fleet.answer_all()
-    assert len(fleet.core.index) == 5
-    assert fleet.core.index.holders(hashes(tokens(3, 3))) == {0: 3}
-    assert fleet.core.index.holders(hashes(tokens(3, 2))) == {0: 2}
+    assert len(fleet.core.fleet.index) == 5
+    assert fleet.core.fleet.index.holders(hashes(tokens(3, 3))) == {0: 3}
+    assert fleet.core.fleet.index.holders(hashes(tokens(3, 2))) == {0: 2}
 
 
 def test_a_tick_pings_our_engines_and_no_stock_peer():
@@ -977,14 +976,14 @@ class Campaign:
             case m.RequestError(client_request_id=name) if name is not None:
                 self.open.remove((effect.peer, name))
             case m.EngineRequest(request_id=request_id):
-                assert self.core.ranks.of_peer(effect.peer) is not None
+                assert self.core.fleet.ranks.of_peer(effect.peer) is not None
                 assert request_id not in self.ids
                 self.ids.add(request_id)
                 self.given.setdefault(effect.peer, []).append(request_id)
             case m.ConnectAck():
                 self.connected.add(effect.peer)
             case m.RegisterAck() | m.Ping() | m.Control():
-                rank = self.core.ranks.of_peer(effect.peer)
+                rank = self.core.fleet.ranks.of_peer(effect.peer)
                 assert rank is None or not rank.released or isinstance(message, m.Control)
 
     def step(self):
@@ -1064,9 +1063,9 @@ class Campaign:
         )
         self.tell(peer, message)
         self.given = {  # of what a replaced rank had, its engine speaks no more
-            who: [i for i in ids if self.core.ledger.held_by(i, rank.number)]
+            who: [i for i in ids if self.core.fleet.ledger.held_by(i, rank.number)]
             for who, ids in self.given.items()
-            if (rank := self.core.ranks.of_peer(who)) is not None
+            if (rank := self.core.fleet.ranks.of_peer(who)) is not None
         }
 
     def leave(self):
@@ -1089,15 +1088,17 @@ class Campaign:
         """Let the fleet assemble, half of the ranks answer all they have and the others die."""
         for dp_rank in range(4):
             self.tell(b"fresh-%d" % dp_rank, make_register(dp_rank))
-        for rank in list(self.core.ranks):
-            ids = [r.request_id for r in self.core.ledger if r.rank == rank.number]
+        for rank in list(self.core.fleet.ranks):
+            ids = [r.request_id for r in self.core.fleet.ledger if r.rank == rank.number]
             if self.rng.random() < 0.5:
                 self.tell(rank.peer, replies(*ids))
             else:
                 self.tell(rank.peer, m.PeerLost())
         assert self.open == set()
-        assert len(self.core.ledger) == 0
-        assert self.core.index.holders([1]).keys() <= {rank.number for rank in self.core.ranks}
+        assert len(self.core.fleet.ledger) == 0
+        assert self.core.fleet.index.holders([1]).keys() <= {
+            rank.number for rank in self.core.fleet.ranks
+        }
 
 
 @pytest.mark.parametrize("seed", range(24))

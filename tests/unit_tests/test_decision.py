@@ -181,12 +181,12 @@ def test_max_requests_is_the_smallest_of_the_live_ranks():
 
     # of 8 places: .3 against .7 * 6/8
     fleet = fleet_with_one_small_rank()
-    assert fleet.core.ranks.smallest_max_requests == 8
+    assert fleet.core.fleet.ranks.smallest_max_requests == 8
     assert fleet.route(tokens(4)) == 2
     # of 64 places, once the small rank is gone: .3 + .7 * 56/64 against .7 * 62/64
     fleet = fleet_with_one_small_rank()
     fleet.tell(b"1", m.PeerLost())
-    assert fleet.core.ranks.smallest_max_requests == 64
+    assert fleet.core.fleet.ranks.smallest_max_requests == 64
     assert fleet.route(tokens(4)) == 0
 
 
@@ -283,7 +283,7 @@ def test_free_capacity_departs_from_the_released_tie_rule():
     # .5 + .5 against .5; .5 + .25 against .5; then .5 ties with .5, and goes to the lower load
     assert [fleet.route(prompt) for _ in range(3)] == [0, 0, 1]
     fleet.answer_all()
-    assert fleet.core.index.holders(hashes(prompt)) == {0: 4, 1: 4}
+    assert fleet.core.fleet.index.holders(hashes(prompt)) == {0: 4, 1: 4}
     assert fleet.route(prompt) == 0
 
 
@@ -312,7 +312,7 @@ def shuffled_fleet(seed, register, peer):
 )
 def test_ranks_are_numbered_by_dp_rank_and_10_comes_after_2(seed, register, peer):
     fleet = shuffled_fleet(seed, register, peer)
-    assert [fleet.core.ranks.of_peer(peer(i)).number for i in range(12)] == list(range(12))
+    assert [fleet.core.fleet.ranks.of_peer(peer(i)).number for i in range(12)] == list(range(12))
     assert [fleet.route() for _ in range(24)] == [*range(12), *range(12)]
 
 
@@ -320,7 +320,7 @@ def test_ranks_of_several_jobs_are_numbered_job_by_job():
     fleet = Fleet(expected_ranks=4, deterministic=True)
     for job, dp_rank in [("b", 0), ("a", 10), ("a", 2), ("b", 1)]:
         fleet.tell(f"{job}{dp_rank}".encode(), make_register(dp_rank, replica=job))
-    peers = [rank.peer for rank in sorted(fleet.core.ranks, key=lambda rank: rank.number)]
+    peers = [rank.peer for rank in sorted(fleet.core.fleet.ranks, key=lambda rank: rank.number)]
     assert peers == [b"a2", b"a10", b"b0", b"b1"]
 
 
@@ -358,7 +358,7 @@ def test_longest_prefix_gives_every_holder_its_own_depth():
     fleet.answer(*fillers[1:])
     fleet.join()
     assert fleet.loads == [1, 3, 0]
-    assert fleet.core.index.holders(hashes(prompt)) == {0: 2, 1: 4}
+    assert fleet.core.fleet.index.holders(hashes(prompt)) == {0: 2, 1: 4}
     # mean 4/3: .5 + .1 against 1 - .5 and .4; with credit for the deepest only, rank 1 would win
     assert fleet.route(prompt) == 0
 
@@ -372,15 +372,15 @@ def test_first_prefix_block_gives_the_whole_credit_for_the_first_block():
 def test_first_prefix_block_ignores_all_later_blocks():
     fleet = Fleet(1, coordinator_policy="first_prefix_block")
     _, request_id = fleet.ask(tokens(4))
-    assert len(fleet.core.index) == 1
+    assert len(fleet.core.fleet.index) == 1
     fleet.answer(request_id)
-    assert fleet.core.index.holders(hashes(tokens(4))[:1]) == {0: 1}
+    assert fleet.core.fleet.index.holders(hashes(tokens(4))[:1]) == {0: 1}
 
 
 def test_load_balanced_reads_no_hashes():
     fleet = two_ranks([2, 0], 4, coordinator_policy="load_balanced")
     assert [fleet.route(tokens(4)) for _ in range(2)] == [B, B]
-    assert len(fleet.core.index) == 0
+    assert len(fleet.core.fleet.index) == 0
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_no_full_block_no_hit_or_no_hash_goes_to_the_least_loaded_rank(cost, pro
 def test_without_prefix_caching_routing_is_least_loaded():
     fleet = two_ranks([1, 0], 4, prefix_caching=False, block_size_tokens=None, load_beta=0)
     assert fleet.route(tokens(4)) == B
-    assert len(fleet.core.index) == 0
+    assert len(fleet.core.fleet.index) == 0
     wrong = m.SubmitRequest("x", 16, b"", b"", pack_hashes([1, 1]))
     effects = fleet.tell(b"client", wrong)
     assert [type(effect) for effect in effects] == [m.Send]  # and nobody minds wrong hashes

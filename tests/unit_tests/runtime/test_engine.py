@@ -22,7 +22,7 @@ GREEDY = {"top_k": 1, "num_tokens_to_generate": 6, "termination_id": -1}
 def patched():
     from megatron.core.inference import coordinator
 
-    coordinator.patch()
+    coordinator.patch(coordinator.RoutingSettings())
     yield
     coordinator.unpatch()
 
@@ -164,7 +164,7 @@ def test_what_an_engine_cannot_run_is_answered_and_ends_nobody(patched, cpu_engi
                     good["generated_tokens"]
                 )
                 assert engine.requests == {}
-                assert engine._prefix_routing.skipped == {}
+                assert engine._prefix_routing.cache.found == {}
                 assert engine._prefix_routing.wants_text == set()
         return good, bad, fine
 
@@ -191,7 +191,7 @@ def test_signals_sent_in_one_burst_are_taken_in_order(patched, cpu_engine):
                 client.unpause_engines()
                 reply = await answer_of(client, PROMPT)
                 await reached(engine, "RUNNING")
-        return reply, engine._prefix_routing.weight_epoch
+        return reply, engine._prefix_routing.cache.epoch
 
     reply, weight_epoch = asyncio.run(run())
     assert reply["status"] == "COMPLETED"
@@ -210,13 +210,87 @@ def test_requests_and_a_new_generation_epoch_of_one_drain_are_taken_in_order(pat
                 await asyncio.sleep(0)
                 client.set_generation_epoch(7)
                 after = asyncio.ensure_future(answer_of(client, PROMPT))
-                return await before, await after, engine._prefix_routing.weight_epoch
+                return await before, await after, engine._prefix_routing.cache.epoch
 
     before, after, weight_epoch = asyncio.run(run())
     # Released: all requests are added first, and the second is stamped as if it were older.
     assert before["policy_epoch"] in ([[0, 7]], [[0, 7], [len(PROMPT) - 1, 7]])
     assert after["policy_epoch"] == [[0, 7]]
     assert weight_epoch == 1
+
+
+def test_a_reset_answers_what_is_in_flight_with_an_error(patched, cpu_engine):
+    from megatron.core.inference.coordinator.runtime.client import InferenceClient
+
+    async def run() -> list[dict]:
+        engine = cpu_engine()
+        async with coordinated(engine) as address:
+            client = InferenceClient(address)
+            async with connected(client):
+                running = [
+                    asyncio.ensure_future(answer_of(client, PROMPT, num_tokens_to_generate=400))
+                    for _ in range(2)
+                ]
+                while engine.context.get_active_request_count() == 0:
+                    await asyncio.sleep(0.01)
+                engine.reset()
+                after = await answer_of(client, PROMPT)
+                assert engine._prefix_routing.cache.found == {}
+                return [await running[0], await running[1], after]
+
+    *lost, after = asyncio.run(run())
+    assert [reply["status"] for reply in lost] == ["FAILED"] * 2
+    assert "the engine was reset" in str(lost[0]["events"])
+    assert (after["status"], after["num_cached_tokens"]) == ("COMPLETED", 0)
+
+
+@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
+def test_a_weight_update_loses_nothing_and_old_kv_is_not_reused(
+    mode, patched, cpu_engine, built_in_model, recomputed
+):
+    """Pause, suspend, update, new epoch, resume, with requests in flight; the whole way."""
+    import torch
+    from megatron.core.inference.config import KVCacheManagementMode
+
+    from megatron.core.inference.coordinator.runtime.client import InferenceClient
+
+    weight = built_in_model.output_layer.weight
+    before = weight.detach().clone()
+
+    async def run() -> tuple[dict, list[dict]]:
+        engine = cpu_engine(kv_cache_management_mode=KVCacheManagementMode(mode), max_requests=4)
+        async with coordinated(engine) as address:
+            client = InferenceClient(address)
+            async with connected(client):
+                await answer_of(client, PROMPT)
+                running = [
+                    asyncio.ensure_future(answer_of(client, PROMPT[n:], num_tokens_to_generate=40))
+                    for n in range(6)
+                ]
+                await asyncio.sleep(0.1)
+                client.pause_engines()
+                await reached(engine, "PAUSED")
+                client.suspend_engines()
+                await reached(engine, "SUSPENDED")
+                with torch.no_grad():
+                    weight.copy_(before.flip(0))
+                client.set_generation_epoch(1)
+                client.resume_engines()
+                await reached(engine, "RESUMED")
+                client.unpause_engines()
+                replies = await asyncio.gather(*running)
+                assert engine._prefix_routing.cache.epoch == 2  # the epoch, and the resume
+                return await answer_of(client, PROMPT), replies
+
+    try:
+        after, replies = asyncio.run(run())
+        assert [reply["status"] for reply in replies] == ["COMPLETED"] * 6
+        answer = after["generated_tokens"]
+        assert answer == recomputed(PROMPT, answer)
+        assert after["policy_epoch"] == [[0, 1]]
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
 
 
 def test_unpause_and_suspend_of_a_running_engine_are_no_end(patched, cpu_engine, caplog):

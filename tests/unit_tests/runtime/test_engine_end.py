@@ -18,7 +18,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.lifecycle import FleetState, Signal
-from megatron.core.inference.coordinator.runtime import engine_start, engine_step, wire
+from megatron.core.inference.coordinator.runtime import engine_end, engine_start, engine_step, wire
 from megatron.core.inference.coordinator.runtime.byte_tokenizer import ByteTokenizer
 from megatron.core.inference.coordinator.runtime.engine_end import EngineEnd
 
@@ -280,6 +280,18 @@ def test_a_rank_that_is_told_to_register_again_does_so_once_under_its_present_ep
     link.say(m.RegisterAgain())
     engine.schedule_requests()
     assert link.sent[1:] == [m.Register(1, "job", 1, 5, 8, 4, 100, "lru")]
+
+
+def test_a_registration_that_got_lost_is_repeated(monkeypatch):
+    engine, link = make_engine()
+    engine.end.registration = m.Register(1, "job", 1, 0, 8, 4, 100, "lru")
+    clock = [100.0]
+    monkeypatch.setattr(engine_end.time, "monotonic", lambda: clock[0])
+    for later in (0.0, 1.9, 2.1, 0.1):
+        clock[0] += later
+        link.say(m.RegisterAgain())
+        engine.schedule_requests()
+    assert link.sent == [engine.end.registration] * 2
 
 
 def test_ranks_without_a_link_do_not_register():

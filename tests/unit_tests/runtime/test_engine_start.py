@@ -186,7 +186,9 @@ def test_two_replicas_register_answer_and_take_their_leave():
     with running(expected_ranks=2) as live:
         with started(engines, inference_coordinator_port=live.port, **start) as addresses:
             assert addresses == [live.address] * 2
-            ranks = sorted((r.number, r.max_requests, r.total_blocks) for r in live.loop.core.ranks)
+            ranks = sorted(
+                (r.number, r.max_requests, r.total_blocks) for r in live.loop.core.fleet.ranks
+            )
             assert ranks == [(0, 8, 100), (1, 8, 100)]
             # Equal prompts follow one another to one replica; others go where there is room.
             replies = asyncio.run(asked(live.address, "one", "two", [5] * 3, [6] * 3))
@@ -269,7 +271,7 @@ def test_two_jobs_on_one_coordinator_do_not_collide():
     with running() as live:
         start["inference_coordinator_port"] = live.port
         with started([first], **start), started([second], **start):
-            assert len(live.loop.core.ranks) == 2
+            assert len(live.loop.core.fleet.ranks) == 2
 
 
 class DummyProcess:
@@ -358,16 +360,14 @@ def test_a_coordinator_that_cannot_start_ends_the_start(monkeypatch):
         raise AssertionError("it started")
 
 
-@pytest.mark.parametrize(
-    ("world", "local", "loopback"),
-    [(None, None, True), ("8", "8", True), ("16", "8", False), ("2", None, True)],
-)
-def test_the_host_is_loopback_while_the_job_is_on_one_machine(world, local, loopback, monkeypatch):
-    for name, value in (("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", local)):
-        if value is not None:
-            monkeypatch.setenv(name, value)
-    monkeypatch.setattr(engine_start.socket, "getfqdn", lambda: "node1.cluster")
-    assert engine_start._default_host() == ("127.0.0.1" if loopback else "node1.cluster")
+@pytest.mark.parametrize("hostname", [None, "127.0.0.1"])
+def test_without_a_host_name_it_is_the_address_within_the_job(hostname, processes, monkeypatch):
+    monkeypatch.setattr(engine_start, "job_address", lambda: "127.0.0.7")
+    engines = [DummyEngine(groups) for groups in make_groups(tp=2)]
+    with started(engines, hostname=hostname):
+        host = hostname or "127.0.0.7"
+        assert processes[0].settings.host == host
+        assert engines[0].end.publisher.address.startswith(f"tcp://{host}:")
 
 
 def test_a_model_parallel_group_sees_the_same_and_answers_once():
@@ -432,6 +432,7 @@ def test_shutdown_lets_go_of_everything_and_may_be_called_again():
         engine = DummyEngine(*make_groups())
         await engine.start(port, launch_inference_coordinator=False, hostname="127.0.0.1")
         link = engine.end.link
+        await asyncio.sleep(0)
         engine.engine_loop_task.cancel()
         await asyncio.wait({engine.engine_loop_task})
         assert link._monitor.closed
@@ -444,7 +445,7 @@ def test_shutdown_lets_go_of_everything_and_may_be_called_again():
     with running(expected_ranks=1) as live:
         asyncio.run(run(live.port))
         wait_for(lambda: live.counts["rank_left"] == 1)
-        assert not len(live.loop.core.ranks)
+        assert not len(live.loop.core.fleet.ranks)
 
 
 def test_shutdown_of_an_engine_that_never_started_is_left_to_the_released_one(monkeypatch):

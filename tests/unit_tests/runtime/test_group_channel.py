@@ -112,9 +112,11 @@ def test_a_worker_that_does_not_come_is_an_error_that_counts_those_that_did(monk
 def test_a_worker_that_joins_and_leaves_has_not_joined(monkeypatch):
     monkeypatch.setattr(group_channel, "_JOIN_SECONDS", 0.3)
     with grouped(workers=2) as group, subscribing(group.publisher.address):
+        monitor = group.publisher.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         with subscribing(group.publisher.address):
             time.sleep(0.1)
-        time.sleep(0.2)  # until its end is seen
+        assert monitor.poll(5000)
+        time.sleep(0.1)  # until what the monitor saw has reached the socket too
         with pytest.raises(TimeoutError, match=r"^1 of 2 "):
             group.publisher.wait_for_subscribers()
 

@@ -131,6 +131,14 @@ def test_a_registration_that_nobody_takes_ends_with_what_was_tried(context, coor
     )
 
 
+def test_a_registration_that_is_refused_ends_with_the_reason(context, coordinator):
+    link = linked(context, coordinator)
+    coordinator.say(m.RequestError(None, m.ErrorCode.REGISTRATION_REFUSED, "protocol 1 is not 2"))
+    expected = r"^the coordinator refused this engine: protocol 1 is not 2$"
+    with pytest.raises(CoordinatorDied, match=expected):
+        link.register(REGISTER, 60)
+
+
 def test_a_coordinator_that_comes_up_later_gets_the_registration(context):
     first = Coordinator()
     port = int(first.address.rsplit(":", 1)[1])

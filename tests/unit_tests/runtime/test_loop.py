@@ -254,7 +254,7 @@ def test_a_client_that_vanishes_with_requests_in_flight_hurts_nobody():
         time.sleep(0.2)  # until the broken connection is seen
         engine.answer(request)
         round_trip(other, engine)
-        assert live.loop.core.ledger.load(0) == 0
+        assert live.loop.core.fleet.ledger.load(0) == 0
 
 
 def test_a_rank_that_registers_twice_is_a_new_generation_and_its_requests_end_in_errors():
@@ -302,7 +302,7 @@ def test_a_released_engine_that_says_hello_twice_is_one_rank():
         connect(client)
         client.send_multipart(wire.encode(submission()))
         assert engine.hear()[:3] == [20, 0, list(range(10))]
-        assert len(live.loop.core.ranks) == 1
+        assert len(live.loop.core.fleet.ranks) == 1
 
 
 @pytest.mark.parametrize("released_engine", [False, True])
@@ -355,7 +355,7 @@ def test_our_client_with_a_tokenizer_hashes_text_and_detokenizes():
         engine = Engine(live)
         Tokenizer.bos = None
         reply = asyncio.run(ask(live))
-        assert len(live.loop.core.index) == 2
+        assert len(live.loop.core.fleet.index) == 2
     assert reply["generated_text"] == "hi"
     assert reply["prompt"] == "abcdefghij"
 

@@ -44,6 +44,12 @@ TO_COORDINATOR = [
         [30, 1, "job", 10, 2, 64, 16, 512, "lru"],
         [],
     ),
+    (
+        m.EngineReply((m.Answer(7, "COMPLETED", 480, 3, b"one", 12),)),
+        [21, [[7, "COMPLETED", 480, 3, 12]]],
+        [b"one"],
+    ),
+    (m.KvEvents(3, 10, 2, b"events"), [32, 3, 10, 2], [b"events"]),
     (m.Pong(8), [35, 8], []),
     (m.Disconnect(), [60], []),
     (m.Shutdown(), [61], []),
@@ -60,6 +66,7 @@ FROM_COORDINATOR = [
     (m.RequestError(None, m.ErrorCode.NOT_CONNECTED, "no"), [33, None, "not_connected", "no"], []),
     (m.Ping(8), [34, 8], []),
     (m.RegisterAgain(), [36], []),
+    (m.Resync(), [37], []),
     *(
         (m.Control(s), [int(s)], [])
         for s in Signal
@@ -216,7 +223,7 @@ MALFORMED = [
     ([pack(21, {}), b"x"], "a dict stands where list belongs"),
     ([pack(21, [1])], "0 bodies where 1 belong"),
     ([pack(21, [1]), b"x"], "a reply is described by no array"),
-    ([pack(21, [[1, "COMPLETED", 0]]), b"x"], "3 items of a reply where 4 belong"),
+    ([pack(21, [[1, "COMPLETED", 0]]), b"x"], "3 items of a reply where 5 belong"),
     ([pack(21, [[1, "COMPLETED", 0, 0]])], "0 bodies where 1 belong"),
     ([pack(21, [[1, "COMPLETED", 0, 0]]), b"x", b"y"], "2 bodies where 1 belong"),
     ([pack(21, [["1", "COMPLETED", 0, 0]]), b"x"], "a str stands where int belongs"),

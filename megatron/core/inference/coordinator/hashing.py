@@ -41,6 +41,32 @@ def block_hashes(tokens: Sequence[int] | np.ndarray, block_size: int) -> list[in
     return hashes
 
 
+def epoch_mask(epoch: int) -> int:
+    """What the keys of a weight epoch are masked with; 0 at epoch 0.
+
+    The little-endian uint64 of SHA256(epoch as little-endian int64)[:8], its top bit cleared.
+    """
+    if epoch == 0:
+        return 0
+    digest = hashlib.sha256(epoch.to_bytes(8, "little", signed=True)).digest()
+    return int.from_bytes(digest[:8], "little") & _LARGEST_HASH
+
+
+def rekeyed(hashes: Sequence[int], epoch: int) -> list[int]:
+    """Block hashes as keys of a weight epoch, or such keys as block hashes: its own inverse.
+
+    Two epochs share no key of the same block, so KV of one can never be found under the other. On
+    [1, 2^63 - 1] this is a bijection: the hash that equals the mask stays itself, where the xor
+    would give 0. The engine's 0 (no parent) and -1 (no hash) are never masked.
+
+    Args:
+        hashes: Block hashes, or keys of this epoch.
+        epoch: The weight epoch.
+    """
+    mask = epoch_mask(epoch)
+    return [h if h <= 0 or h == mask else h ^ mask for h in hashes]
+
+
 def pack_hashes(hashes: Sequence[int]) -> bytes:
     """Pack hashes for the wire: little-endian int64, 8 bytes each."""
     return np.asarray(hashes, dtype="<i8").tobytes()

@@ -1,9 +1,10 @@
-"""What each rank is believed to cache, from the history of what was routed to it.
+"""What each rank is believed to cache: what its engine says, or the history of its requests.
 
 A request in flight *pins* its blocks: they count as held from its routing on, before the engine
-confirms anything. After its answer they stay, *idle*, for the engine's retention time (`lru`
-eviction) or go at once (`ref_zero`). A rank is never believed to hold idle blocks beyond what its
-engine has room for.
+confirms anything. What else a rank holds is known from its engine's events (`kv_events.py`): the
+blocks *stored*. Where these cannot be believed, or there are none, history has to do: after the
+answer blocks stay, *idle*, for the engine's retention time (`lru` eviction) or go at once
+(`ref_zero`), and never more of them than the engine has room for.
 
 Block hashes are chained, so whoever holds a block held the whole prefix before it. That stays true
 of what is believed: a prompt's blocks become idle last to first, and go in that order, so no block
@@ -12,31 +13,54 @@ bisection.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+
+from megatron.core.inference.coordinator.kv_events import CLEARED
 
 
 class _Table:
     """The blocks of one rank."""
 
-    __slots__ = ("capacity", "dropped", "idle", "pinned", "retention")
+    __slots__ = ("capacity", "dropped", "idle", "pinned", "retention", "stored")
 
     def __init__(self, capacity: int | None, retention: float):
         self.pinned: dict[int, int] = {}  # block -> requests in flight that use it
         self.idle: OrderedDict[int, float] = OrderedDict()  # block -> last use, oldest first
+        self.stored: set[int] | None = None  # as the engine's events say; None: not believed
         self.capacity = capacity
         self.retention = retention
         self.dropped = False
 
     def __len__(self) -> int:
-        return len(self.pinned) + len(self.idle)
+        return len(self.pinned) + len(self.idle) + len(self.stored or ())
+
+    def successor(self) -> "_Table":
+        """An empty table of the same engine."""
+        table = _Table(self.capacity, self.retention)
+        table.stored = None if self.stored is None else set()
+        return table
+
+    def apply(self, events: Iterable[int]) -> None:
+        """Take what the engine says, which a table that goes by history becomes with a clear."""
+        for event in events:
+            if event == CLEARED:
+                self.stored = set()
+                self.idle.clear()
+            elif self.stored is None:
+                return
+            elif event > 0:
+                self.stored.add(event)
+            else:
+                self.stored.discard(-event)
 
     def depth(self, hashes: Sequence[int]) -> int:
-        pinned, idle = self.pinned, self.idle
+        pinned = self.pinned
+        kept: Collection[int] = self.idle if self.stored is None else self.stored
         low, high = 0, len(hashes)  # hashes[:low] are held; of hashes[low:high] nothing is known
         middle = 1 if high else 0  # most ranks hold nothing of most prompts: ask for the first
         while low < high:
             block = hashes[middle - 1]
-            if block in pinned or block in idle:
+            if block in pinned or block in kept:
                 low = middle
             else:
                 high = middle - 1
@@ -54,13 +78,14 @@ class _Table:
 
     def unpin(self, hashes: Sequence[int], now: float) -> None:
         pinned, idle = self.pinned, self.idle
+        retained = self.retention and self.stored is None
         for block in reversed(hashes):
             count = pinned[block] - 1
             if count:
                 pinned[block] = count
             else:
                 del pinned[block]
-                if self.retention:
+                if retained:
                     idle[block] = now
         self._trim()
 
@@ -78,6 +103,8 @@ class _Table:
         for discarded in range(budget):
             if self.idle:
                 self.idle.popitem()
+            elif self.stored:
+                self.stored.pop()
             elif self.pinned:
                 self.pinned.popitem()
             else:
@@ -86,7 +113,7 @@ class _Table:
 
     def _trim(self) -> None:
         if self.capacity is not None:
-            while self.idle and len(self) > self.capacity:
+            while self.idle and len(self.pinned) + len(self.idle) > self.capacity:
                 self.idle.popitem(last=False)
 
 
@@ -139,7 +166,15 @@ class PrefixIndex:
         """Forget every block, in O(ranks): nothing computed so far may be reused."""
         for rank, table in self._tables.items():
             self._drop(table)
-            self._tables[rank] = _Table(table.capacity, table.retention)
+            self._tables[rank] = table.successor()
+
+    def apply(self, rank: int, events: Sequence[int]) -> None:
+        """Take an engine's events; after a clear its word alone counts, beside the pins."""
+        self._tables[rank].apply(events)
+
+    def distrust(self, rank: int) -> None:
+        """Go by the history of requests, from now on, until the engine's next clear."""
+        self._tables[rank].stored = None
 
     def depth(self, rank: int, hashes: Sequence[int]) -> int:
         """Blocks of the prompt that a rank holds, counted from the first."""
@@ -186,7 +221,9 @@ class PrefixIndex:
             assert table.pinned == counts[id(table)], "pins differ from the leases that are out"
             assert not table.pinned.keys() & table.idle.keys(), "a block is pinned and idle"
             assert table.retention or not table.idle, "a block outlived its last request"
-            fits = table.capacity is None or len(table) <= table.capacity
+            assert table.stored is None or not table.idle, "history beside the engine's word"
+            held = len(table.pinned) + len(table.idle)
+            fits = table.capacity is None or held <= table.capacity
             assert fits or not table.idle, "a rank holds more than its engine has room for"
             times = list(table.idle.values())
             assert times == sorted(times), "idle blocks are out of order"

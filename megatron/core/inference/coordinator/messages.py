@@ -25,10 +25,12 @@ class Header(IntEnum):
     ENGINE_REPLY = 21
     REGISTER = 30
     REGISTER_ACK = 31
+    KV_EVENTS = 32
     REQUEST_ERROR = 33
     PING = 34
     PONG = 35
     REGISTER_AGAIN = 36
+    RESYNC = 37
     DISCONNECT = 60
     SHUTDOWN = 61
 
@@ -125,6 +127,8 @@ class Answer:
         cached_tokens: Prompt tokens whose prefill was skipped; -1 when the engine does not tell.
         weight_epoch: Epoch it was computed under; -1 when the engine does not tell.
         body: The packed reply.
+        event_number: How many cache events the engine had when it scheduled the request; -1 when
+            it does not tell.
     """
 
     request_id: int
@@ -132,6 +136,7 @@ class Answer:
     cached_tokens: int
     weight_epoch: int
     body: bytes
+    event_number: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +144,23 @@ class EngineReply:
     """An engine's finished requests of one step."""
 
     answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvEvents:
+    """What an engine stored, removed and cleared since its last batch (`kv_events.py`).
+
+    Attributes:
+        weight_epoch: Epoch of the blocks.
+        first: Number of the first event.
+        count: How many events there are.
+        events: The packed events.
+    """
+
+    weight_epoch: int
+    first: int
+    count: int
+    events: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +283,11 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True)
+class Resync:
+    """Asks an engine for its whole table of blocks, as events that begin with a clear."""
+
+
+@dataclass(frozen=True, slots=True)
 class RegisterAgain:
     """Tells an engine that it is not, or no longer, part of the fleet."""
 
@@ -274,6 +301,7 @@ ToCoordinator = (
     | Shutdown
     | Register
     | EngineReply
+    | KvEvents
     | Pong
     | Disconnect
     | Malformed
@@ -281,7 +309,15 @@ ToCoordinator = (
     | Tick
 )
 FromCoordinator = (
-    ConnectAck | Reply | RequestError | EngineRequest | Control | RegisterAck | Ping | RegisterAgain
+    ConnectAck
+    | Reply
+    | RequestError
+    | EngineRequest
+    | Control
+    | RegisterAck
+    | Ping
+    | Resync
+    | RegisterAgain
 )
 
 
@@ -328,6 +364,7 @@ class Trace:
     prompt_tokens: int
     predicted_tokens: int
     cached_tokens: int
+    in_window: bool
 
 
 @dataclass(frozen=True, slots=True)

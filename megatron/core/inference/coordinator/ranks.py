@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from megatron.core.inference.coordinator.accuracy import Accuracy
+from megatron.core.inference.coordinator.kv_events import EventStream
 from megatron.core.inference.coordinator.messages import Register
 from megatron.core.inference.coordinator.settings import CoordinatorSettings
 
@@ -23,6 +25,8 @@ class Rank:
         total_blocks: Blocks in its cache; None when unknown.
         retains: Whether it keeps cached blocks that no request uses.
         last_assigned: Sequence number of its latest assignment; -1 for never.
+        events: The numbering of its cache events.
+        accuracy: How well its cache is known.
     """
 
     number: int
@@ -33,6 +37,8 @@ class Rank:
     total_blocks: int | None
     retains: bool
     last_assigned: int = -1
+    events: EventStream = field(default_factory=EventStream)
+    accuracy: Accuracy = field(default_factory=Accuracy)
 
 
 class Ranks:

@@ -14,7 +14,7 @@ from megatron.core.inference.coordinator.decision import (
 from megatron.core.inference.coordinator.hashing import expected_skip, unpack_hashes
 from megatron.core.inference.coordinator.index import PrefixIndex
 from megatron.core.inference.coordinator.ledger import Ledger, RequestRecord
-from megatron.core.inference.coordinator.messages import SubmitRequest
+from megatron.core.inference.coordinator.messages import Answer, SubmitRequest
 from megatron.core.inference.coordinator.ranks import Rank, Ranks
 from megatron.core.inference.coordinator.settings import CoordinatorSettings
 
@@ -73,6 +73,7 @@ class Router:
         if hashes:
             self._predict(record, rank, hashes)
             record.lease = self._index.pin(rank.number, hashes)
+            record.events_seen = rank.events.next
         self._ledger.assign(record.request_id, rank.number)
         rank.last_assigned = self._assignments
         self._assignments += 1
@@ -86,6 +87,31 @@ class Router:
         burst = self._bursts.get(record.chain) if record.chain is not None else None
         if burst is not None and burst.leader == record.request_id:
             del self._bursts[record.chain]  # type: ignore[arg-type]
+
+    def compare(self, record: RequestRecord, rank: Rank, answer: Answer) -> bool:
+        """Compare what was predicted with what the engine really skipped.
+
+        Returns:
+            Whether the request was in the window (`accuracy.Accuracy`).
+        """
+        lease = record.lease
+        if lease is None or answer.cached_tokens < 0 or record.prompt_tokens < 0:
+            return False
+        in_window = lease.table.dropped or rank.events.changed(
+            record.events_seen, answer.event_number, lease.hashes
+        )
+        if self._settings.signal is PrefixCachingCoordinatorPolicy.LONGEST_PREFIX:
+            rank.accuracy.add(record.predicted_tokens, answer.cached_tokens, in_window=in_window)
+        return in_window
+
+    def note_stored(self, rank: Rank, events: Sequence[int]) -> None:
+        """A prompt's last block is stored: equal prompts need not follow it any more."""
+        if not self._bursts:
+            return
+        for event in events:
+            burst = self._bursts.get(event)
+            if burst is not None and burst.rank is rank:
+                del self._bursts[event]
 
     def forget_bursts(self) -> None:
         """What is being computed now will be of no use to requests that come later."""

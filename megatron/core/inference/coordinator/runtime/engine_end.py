@@ -1,9 +1,12 @@
 """One engine's end of the wire: what it needs beside what the engine has itself."""
 
 import logging
+import time
 from collections import deque
+from dataclasses import replace
 
 from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.runtime.engine_cache import EngineCache
 from megatron.core.inference.coordinator.runtime.eventlog import EventLog
 from megatron.core.inference.coordinator.runtime.group_channel import (
     GroupPublisher,
@@ -14,33 +17,42 @@ from megatron.core.inference.coordinator.runtime.process import CoordinatorProce
 
 logger = logging.getLogger(__name__)
 
+_AGAIN_SECONDS = 2.0
+"""Until a registration that nobody acknowledged is repeated when it is asked for."""
+
 
 class EngineEnd:
     """What one engine needs to talk to its coordinator, beside what it has itself.
+
+    Args:
+        cache: The engine's prefix cache.
 
     Attributes:
         link: The socket to the coordinator; None on ranks that have none.
         publisher: To the other ranks of the model-parallel group, on its first rank.
         subscriber: From the first rank, on the others.
         inbox: Messages drained and not handled yet, in order.
-        weight_epoch: Epoch of the weights that the engine holds.
-        skipped: Prompt tokens whose prefill was skipped, by request id.
+        cache: The engine's prefix cache.
         wants_text: Ids of requests whose replies must hold text.
         process: The coordinator process, on the rank that started it.
         registration: What it registered with, to say again when it is asked to.
+        asked_again_at: When it last registered again; None once that was acknowledged.
+        stepping: The engine is in the middle of a step.
+        reset_due: It was reset in the middle of it.
         ending: The job is ending; it is no error any more that others are gone.
     """
 
-    def __init__(self):
+    def __init__(self, cache: EngineCache):
+        self.cache = cache
         self.link: CoordinatorLink | None = None
         self.publisher: GroupPublisher | None = None
         self.subscriber: GroupSubscriber | None = None
         self.inbox: deque[m.FromCoordinator] = deque()
-        self.weight_epoch = 0
-        self.skipped: dict[int, int] = {}
         self.wants_text: set[int] = set()
         self.process: CoordinatorProcess | None = None
         self.registration: m.Register | None = None
+        self.asked_again_at: float | None = None
+        self.stepping = self.reset_due = False
         self.ending = False
         self.events = EventLog(logger)
 
@@ -60,3 +72,23 @@ class EngineEnd:
         """Send finished requests to the coordinator, where this rank has a link to it."""
         if self.link is not None and answers:
             self.link.send(m.EngineReply(tuple(answers)))
+
+    def tell_events(self) -> None:
+        """Send what has happened to the cache, where this rank has a link to the coordinator."""
+        events = self.cache.events()
+        if self.link is not None and events is not None:
+            self.link.send(events)
+
+    def register_again(self) -> None:
+        """Register once more, where this rank has a link.
+
+        Several messages may each be answered with the demand, but a second registration would
+        cost the requests that were routed after the first.
+        """
+        now = time.monotonic()
+        if self.asked_again_at is not None and now - self.asked_again_at < _AGAIN_SECONDS:
+            return
+        self.asked_again_at = now
+        self.events.write(m.Log("registering_again", warning=True))
+        if self.link is not None and self.registration is not None:
+            self.link.send(replace(self.registration, weight_epoch=self.cache.epoch))

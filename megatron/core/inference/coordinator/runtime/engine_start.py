@@ -16,6 +16,7 @@ from megatron.core.utils import get_asyncio_loop, get_pg_rank, get_pg_size, get_
 
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.runtime.addresses import job_address
+from megatron.core.inference.coordinator.runtime.engine_cache import EngineCache
 from megatron.core.inference.coordinator.runtime.engine_end import EngineEnd
 from megatron.core.inference.coordinator.runtime.group_channel import (
     GroupPublisher,
@@ -65,7 +66,7 @@ async def start_listening_to_data_parallel_coordinator(
         CoordinatorDied: It did not come up, or did not take the registration; says why.
     """
     host = hostname or job_address()
-    end = self._prefix_routing = EngineEnd()
+    end = self._prefix_routing = EngineEnd(EngineCache(self.context))
     self.zmq_context = zmq.Context()
     self.zmq_sockets = []
     self._pending_signals.clear()
@@ -88,7 +89,6 @@ async def start_listening_to_data_parallel_coordinator(
     address, job = _from_first((address, job), groups.mp)
 
     _join_group(self, end, host)
-    _watch_skipped_tokens(self, end)
     if self.is_mp_coordinator:
         _register(self, end, address, job)
     _connect_barriers(self, host)
@@ -171,14 +171,14 @@ def _register(engine: Any, end: EngineEnd, address: str, job: str) -> None:
         version=PROTOCOL_VERSION,
         replica=job,
         dp_rank=dp_rank,
-        weight_epoch=end.weight_epoch,
+        weight_epoch=end.cache.epoch,
         max_requests=context.max_requests,
         block_size=context.block_size_tokens if context.enable_prefix_caching else 0,
         total_blocks=context.kv_block_allocator.total_count,
         eviction=context.prefix_caching_eviction_policy.value,
     )
     acknowledgement = end.link.register(end.registration, _REGISTER_SECONDS)
-    end.weight_epoch = acknowledgement.weight_epoch
+    end.cache.begin_epoch(engine, acknowledgement.weight_epoch)
 
 
 def _connect_barriers(engine: Any, host: str) -> None:
@@ -196,17 +196,3 @@ def _connect_barriers(engine: Any, host: str) -> None:
         engine.world_zmq_communicator = AsyncZMQCommunicator(
             engine.zmq_context, process_group=None, hostname=host
         )
-
-
-def _watch_skipped_tokens(engine: Any, end: EngineEnd) -> None:
-    """Note how much prefill each request really skips, which the engine only totals."""
-    context = engine.context
-    add_request = type(context).add_request
-
-    def add_and_note(request: Any, *args: Any, **kwargs: Any) -> None:
-        before = context.prefix_cache_prefill_skipped_tokens
-        add_request(context, request, *args, **kwargs)
-        skipped = context.prefix_cache_prefill_skipped_tokens - before
-        end.skipped[request.request_id] = end.skipped.get(request.request_id, 0) + skipped
-
-    context.add_request = add_and_note

@@ -8,7 +8,6 @@ cannot be run is answered with an error.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,18 @@ from megatron.core.inference.coordinator.runtime.engine_signals import apply_sig
 
 _released_bookkeep = DynamicInferenceEngine.async_bookkeep
 _released_handle_failed = DynamicInferenceEngine._handle_failed_request
+_released_step = DynamicInferenceEngine.async_step
+_released_reset = DynamicInferenceEngine.reset
 _released_shutdown = DynamicInferenceEngine.shutdown
+
+_KEPT_OVER_A_RESET = (
+    "use_coordinator",
+    "state",
+    "_state_events",
+    "_cond",
+    "_generation_epoch",
+    "request_counter",
+)
 
 
 def schedule_requests(self: Any) -> int:
@@ -47,6 +57,7 @@ def schedule_requests(self: Any) -> int:
             break
         end.inbox.popleft()
         _handle(self, end, message)
+    end.tell_events()
     return len(drained)
 
 
@@ -62,9 +73,13 @@ def _handle(engine: Any, end: EngineEnd, message: m.FromCoordinator) -> None:
         case m.RegisterAgain():
             # The coordinator lost us for a moment. What it gave us before is not ours any more:
             # its answers will be dropped there.
-            end.events.write(m.Log("registering_again", warning=True))
-            if end.link is not None and end.registration is not None:
-                end.link.send(replace(end.registration, weight_epoch=end.weight_epoch))
+            end.register_again()
+        case m.RegisterAck(weight_epoch=weight_epoch):
+            end.asked_again_at = None
+            end.cache.begin_epoch(engine, weight_epoch)
+            end.cache.resync()
+        case m.Resync():
+            end.cache.resync()
 
 
 def _take_request(engine: Any, end: EngineEnd, message: m.EngineRequest) -> None:
@@ -90,6 +105,9 @@ def _take_request(engine: Any, end: EngineEnd, message: m.EngineRequest) -> None
     if sampling.get(released.DETOKENIZE):
         end.wants_text.add(request_id)
     engine.add_request(request_id, tokens, params)
+    request = engine.get_request(request_id)
+    if request.status is not Status.FAILED:  # else it is answered already
+        end.cache.take(request)
     if isinstance(prompt, str) and request_id in engine.requests:
         engine.get_request(request_id).prompt = prompt
 
@@ -107,14 +125,15 @@ def _refuse(end: EngineEnd, request_id: int, reason: str) -> None:
     end.events.write(m.Log("request_refused", {"reason": reason}, warning=True, peer=b""))
     reply = released.failed_reply(reason, request_id=request_id, transient=False)
     body = wire.pack(reply)
-    end.reply([m.Answer(request_id, Status.FAILED.name, 0, end.weight_epoch, body)])
+    end.reply([m.Answer(request_id, Status.FAILED.name, 0, end.cache.epoch, body)])
 
 
 def _take_signal(engine: Any, end: EngineEnd, message: m.Control) -> None:
     signal, args = message.signal, message.args
     match signal.name:
         case "SET_GENERATION_EPOCH":
-            generation_epoch, end.weight_epoch = args
+            generation_epoch, weight_epoch = args
+            end.cache.begin_epoch(engine, weight_epoch)
             _stamp(engine, generation_epoch)
         case "START_CUDA_PROFILER" | "STOP_CUDA_PROFILER" if not torch.cuda.is_available():
             fields = {"signal": signal.name, "reason": "there is no GPU"}
@@ -128,7 +147,7 @@ def _take_signal(engine: Any, end: EngineEnd, message: m.Control) -> None:
                 fields = {"signal": signal.name, "state": engine.state.name}
                 end.events.write(m.Log("signal_ignored", fields, warning=True))
             elif args:  # RESUME tells the weight epoch that begins with it
-                (end.weight_epoch,) = args
+                end.cache.begin_epoch(engine, *args)
 
 
 def _stamp(engine: Any, generation_epoch: int) -> None:
@@ -166,6 +185,7 @@ async def async_bookkeep(
         result = await _released_bookkeep(self, step_result, context_state, step_time)
     if self.use_coordinator:
         end: EngineEnd = self._prefix_routing
+        end.tell_events()  # first, so that what an answer leaves behind is known when it comes
         records = result["finished_request_records"]
         end.reply([_answer(self, end, r) for r in records if r[-1].status is not Status.FAILED])
     return result
@@ -195,20 +215,62 @@ def _released_replies_muted(engine: Any) -> Iterator[None]:
 def _answer(engine: Any, end: EngineEnd, record: Any) -> m.Answer:
     """The reply of one finished record."""
     request_id = record.request_id
-    skipped = end.skipped.pop(request_id, 0)
+    found, epoch = end.cache.leave(request_id), end.cache.epoch
     wants_text = request_id in end.wants_text
     end.wants_text.discard(request_id)
     if end.link is None:
-        return m.Answer(request_id, "", skipped, end.weight_epoch, b"")
+        return m.Answer(request_id, "", found.skipped, epoch, b"")
     reply = record.merge().serialize()
-    reply["num_cached_tokens"] = skipped
+    reply["num_cached_tokens"] = found.skipped
     if wants_text and reply.get("generated_text") is None:
         try:
             reply["generated_text"] = text.generated_text(engine.controller.tokenizer, reply)
         except Exception as error:  # nor may tokens that the tokenizer does not know
             fields = {"error": str(error)}
             end.events.write(m.Log("reply_without_text", fields, warning=True, peer=b""))
-    return m.Answer(request_id, reply["status"], skipped, end.weight_epoch, wire.pack(reply))
+    body = wire.pack(reply)
+    return m.Answer(request_id, reply["status"], found.skipped, epoch, body, found.event_number)
+
+
+async def async_step(self: Any) -> Any:
+    """The released step; a reset that came in its middle is made up for at its end."""
+    end: EngineEnd | None = getattr(self, "_prefix_routing", None)
+    if end is None:
+        return await _released_step(self)
+    end.stepping = True
+    try:
+        return await _released_step(self)
+    finally:
+        end.stepping = False
+        if end.reset_due:
+            end.reset_due = False
+            reset(self)
+
+
+def reset(self: Any) -> None:
+    """The released reset; under a coordinator, what is in flight is answered with an error.
+
+    The engine stays what the coordinator told it to be, and its cache is told to be empty. In the
+    middle of a step it takes effect when the step is through.
+    """
+    end: EngineEnd | None = getattr(self, "_prefix_routing", None)
+    if end is None or not self.use_coordinator:
+        _released_reset(self)
+        return
+    if end.stepping:
+        end.reset_due = True
+        return
+    kept = {name: getattr(self, name) for name in _KEPT_OVER_A_RESET}
+    for request_id in list(self.requests):
+        end.cache.leave(request_id)
+        end.wants_text.discard(request_id)
+        reply = released.failed_reply("the engine was reset", request_id=request_id)
+        body = wire.pack(reply)
+        end.reply([m.Answer(request_id, Status.FAILED.name, 0, end.cache.epoch, body)])
+        self.requests[request_id].future.cancel()
+    _released_reset(self)
+    vars(self).update(kept)
+    end.tell_events()
 
 
 async def shutdown(self: Any) -> None:

@@ -143,7 +143,8 @@ def write_schedule(path: str | Path, loop: CoordinatorLoop) -> None:
 
     The keys of the released coordinator's schedule file are kept: `policy`,
     `data_parallel_size`, `num_requests` and `records` with `request_id`, `rank_index` and
-    `num_hashes`; each record also has `prompt_tokens`, `predicted_tokens` and `cached_tokens`.
+    `num_hashes`; each record also has `prompt_tokens`, `predicted_tokens`, `cached_tokens` and
+    `in_window`, and `accuracy` has each rank's figures (`accuracy.Accuracy`).
 
     Args:
         path: The file.
@@ -158,6 +159,7 @@ def write_schedule(path: str | Path, loop: CoordinatorLoop) -> None:
             "prompt_tokens": trace.prompt_tokens,
             "predicted_tokens": trace.predicted_tokens,
             "cached_tokens": trace.cached_tokens,
+            "in_window": trace.in_window,
         }
         for trace in sorted(loop.traces, key=lambda trace: trace.request_id)
     ]
@@ -166,6 +168,8 @@ def write_schedule(path: str | Path, loop: CoordinatorLoop) -> None:
         "cost_policy": settings.routing.cost_policy.value,
         "data_parallel_size": settings.expected_ranks,
         "num_requests": len(records),
+        "accuracy": {rank.number: rank.accuracy.fields() for rank in loop.core.fleet.ranks},
+        "weight_epoch": loop.core.fleet.weight_epoch,
         "records": records,
     }
     Path(path).write_text(json.dumps(schedule, indent=2))

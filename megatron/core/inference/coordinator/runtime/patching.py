@@ -117,6 +117,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (DynamicInferenceEngine, "schedule_requests", engine_step.schedule_requests),
         (DynamicInferenceEngine, "async_bookkeep", engine_step.async_bookkeep),
         (DynamicInferenceEngine, "_handle_failed_request", engine_step.handle_failed_request),
+        (DynamicInferenceEngine, "async_step", engine_step.async_step),
+        (DynamicInferenceEngine, "reset", engine_step.reset),
         (DynamicInferenceEngine, "shutdown", engine_step.shutdown),
         (DynamicInferenceContext, _RESUME, engine_mending.resume_paused_requests),
     ]

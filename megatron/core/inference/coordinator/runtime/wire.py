@@ -42,6 +42,7 @@ _TO_COORDINATOR = {
     Header.CONNECT: _Layout(m.Connect, (int, bool)),
     Header.SUBMIT_REQUEST: _Layout(m.SubmitRequest, (_ID, int), bodies=3, optional=1),
     Header.REGISTER: _Layout(m.Register, (int, str, int, int, int, int, int, str)),
+    Header.KV_EVENTS: _Layout(m.KvEvents, (int, int, int), bodies=1),
     Header.PONG: _Layout(m.Pong, (int,)),
     Header.DISCONNECT: _Layout(m.Disconnect, ()),
     Header.SHUTDOWN: _Layout(m.Shutdown, ()),
@@ -54,6 +55,7 @@ _FROM_COORDINATOR = {
     Header.REQUEST_ERROR: _Layout(m.RequestError, (_ID | None, str, str)),
     Header.PING: _Layout(m.Ping, (int,)),
     Header.REGISTER_AGAIN: _Layout(m.RegisterAgain, ()),
+    Header.RESYNC: _Layout(m.Resync, ()),
 }
 _HEADERS = {
     layout.message: (header, layout)
@@ -86,7 +88,9 @@ def encode(message: m.ToCoordinator | m.FromCoordinator) -> list[bytes]:
         return [pack([int(message.signal), *message.args])]
     if isinstance(message, m.EngineReply):
         described = [
-            [a.request_id, a.status, a.cached_tokens, a.weight_epoch] for a in message.answers
+            [a.request_id, a.status, a.cached_tokens, a.weight_epoch]
+            + ([a.event_number] if a.event_number >= 0 else [])
+            for a in message.answers
         ]
         return [pack([int(Header.ENGINE_REPLY), described]), *(a.body for a in message.answers)]
     header, layout = _HEADERS[type(message)]
@@ -164,11 +168,12 @@ def _decode_replies(items: list[Any], bodies: Sequence[bytes]) -> m.EngineReply:
     for described in items[0]:
         if not isinstance(described, list):
             raise WireError("a reply is described by no array")
-        _expect_count("items of a reply", len(described), 4)
-        _expect_types(described, (int, str, int, int))
+        _expect_count("items of a reply", len(described), 5, optional=1)
+        _expect_types(described, (int, str, int, int, int)[: len(described)])
     return m.EngineReply(
         tuple(
-            m.Answer(d[0], d[1], d[2], d[3], body) for d, body in zip(items[0], bodies, strict=True)
+            m.Answer(d[0], d[1], d[2], d[3], body, d[4] if len(d) > 4 else -1)
+            for d, body in zip(items[0], bodies, strict=True)
         )
     )
 

@@ -1,0 +1,82 @@
+"""Cache events: what an engine says of its blocks, and whether it can be believed.
+
+An event is one int64: a block's hash when the block was stored, minus its hash when it was removed,
+0 when everything was cleared. Events are numbered per engine; a batch that begins with a clear
+tells the whole table, so it can follow anything.
+"""
+
+from collections import deque
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+CLEARED = 0
+EVENT_BYTES = 8
+_REMEMBERED = 4096
+"""Latest events kept per rank, to tell what changed while a request was on its way."""
+
+
+def pack_events(events: Sequence[int]) -> bytes:
+    """Pack events for the wire: little-endian int64, 8 bytes each."""
+    return np.asarray(events, dtype="<i8").tobytes()
+
+
+def unpack_events(packed: bytes, count: int) -> list[int] | None:
+    """Unpack a batch of events, or None when it does not hold `count` of them."""
+    if len(packed) != count * EVENT_BYTES:
+        return None
+    events: list[int] = np.frombuffer(packed, dtype="<i8").tolist()
+    return events
+
+
+class EventStream:
+    """The numbering of one engine's events.
+
+    Attributes:
+        next: Number of the event that must come next.
+        trusted: Whether every event since the last clear was seen.
+        asked: Whether the engine was asked for its whole table and has not sent it yet.
+    """
+
+    __slots__ = ("_recent", "asked", "next", "trusted")
+
+    def __init__(self):
+        self.next = 0
+        self.trusted = False
+        self.asked = False
+        self._recent: deque[int] = deque(maxlen=_REMEMBERED)
+
+    def take(self, first: int, events: Sequence[int]) -> bool:
+        """Take a batch.
+
+        Args:
+            first: Number of its first event.
+            events: The events.
+
+        Returns:
+            Whether it follows what came before. If not, nothing of this engine is believed until
+            a batch that begins with a clear.
+        """
+        if events and events[0] == CLEARED:
+            self.trusted, self.asked = True, False
+            self._recent.clear()
+        elif not self.trusted or first != self.next:
+            self.trusted = False
+            return False
+        self.next = first + len(events)
+        self._recent.extend(events)
+        return True
+
+    def changed(self, since: int, until: int, hashes: Collection[int]) -> bool:
+        """Whether events since <= number < until concern any of these blocks.
+
+        Numbers that are not remembered any more count as concerning them.
+        """
+        if until <= since:
+            return False
+        oldest = self.next - len(self._recent)
+        if since < oldest:
+            return True
+        wanted = set(hashes)
+        window = list(self._recent)[since - oldest : until - oldest]
+        return any(event == CLEARED or abs(event) in wanted for event in window)

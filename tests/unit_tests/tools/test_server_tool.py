@@ -1,0 +1,745 @@
+"""The serving tool and its launcher with everything heavy made up: no model, no process, no port.
+
+The flags go through Megatron's real parser. Real servers are in tests/end_to_end.
+"""
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from megatron.core.inference import coordinator
+from megatron.core.inference.coordinator.arguments import routing_settings_from_args
+from megatron.core.inference.coordinator.runtime import fork_server, http, model, stop_signal
+from megatron.core.inference.coordinator.settings import SettingsError
+from megatron.training.arguments import add_megatron_arguments
+
+TOOLS = Path(__file__).parents[3] / "tools"
+COORDINATOR = "tcp://127.0.0.1:7777"
+CURL = (
+    "  curl http://127.0.0.1:5000/v1/completions -H 'Content-Type: application/json' "
+    '-d \'{"model": "megatron", "prompt": "Hello", "max_tokens": 16}\''
+)
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"tool_{name}", TOOLS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look for it there
+    spec.loader.exec_module(module)
+    return module
+
+
+tool = load("run_dynamic_text_generation_server")
+serve = load("serve")
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    return tool.add_server_args(parser)
+
+
+@pytest.fixture
+def parsed(parser) -> Callable[..., argparse.Namespace]:
+    """`parsed(*flags, dp=…)`: arguments as they are once Megatron has validated them."""
+
+    def parse(*flags: str, dp: int = 2) -> argparse.Namespace:
+        args = parser.parse_args(list(flags))
+        args.data_parallel_size = dp
+        args.inference_dynamic_batching_enable_prefix_caching = True
+        return args
+
+    return parse
+
+
+# --- flags ---------------------------------------------------------------------------------------
+
+
+def test_defaults(parsed):
+    args = parsed()
+    assert (args.device, args.host, args.port) == ("auto", "127.0.0.1", 5000)
+    assert (args.frontend_replicas, args.frontend_on_all_ranks) == (-1, False)
+    assert (args.url_file, args.parsers, args.model_name) == (None, [], "megatron")
+    assert args.inference_coordinator_port is None
+    assert args.coordinator_schedule_output is None
+    assert routing_settings_from_args(args).coordinator_policy == "longest_prefix"
+
+
+def test_every_flag_is_read(parsed):
+    args = parsed(
+        *("--device", "cpu", "--host", "0.0.0.0", "--port", "0", "--frontend-replicas", "3"),
+        *("--frontend-on-all-ranks", "--url-file", "a/urls.json", "--parsers", "json", "tool_use"),
+        *("--model-name", "mine", "--coordinator-schedule-output", "decisions.json"),
+        *("--inference-coordinator-port", "6000", "--inference-coordinator-host", "10.1.1.1"),
+    )
+    assert (args.device, args.host, args.port) == ("cpu", "0.0.0.0", 0)
+    assert (args.frontend_replicas, args.frontend_on_all_ranks) == (3, True)
+    assert (args.url_file, args.parsers) == (Path("a/urls.json"), ["json", "tool_use"])
+    assert (args.model_name, args.coordinator_schedule_output) == ("mine", "decisions.json")
+    assert (args.inference_coordinator_port, args.inference_coordinator_host) == (6000, "10.1.1.1")
+
+
+def test_a_device_that_is_none_is_refused(parsed, capsys):
+    with pytest.raises(SystemExit):
+        parsed("--device", "tpu")
+    assert "argument --device: invalid choice: 'tpu'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            ["--frontend-replicas", "0"],
+            "--frontend-replicas is 0; give 1 or more, or -1 for the default",
+        ),
+        (
+            ["--frontend-replicas", "-2"],
+            "--frontend-replicas is -2; give 1 or more, or -1 for the default",
+        ),
+        (["--port", "65536"], "--port is 65536; give a port from 0 to 65535"),
+        (["--port", "-1"], "--port is -1; give a port from 0 to 65535"),
+        (
+            ["--inference-coordinator-port", "70000"],
+            "--inference-coordinator-port is 70000; give a port from 0 to 65535",
+        ),
+        (
+            ["--url-file", "/no/such/folder/urls.json"],
+            "--url-file /no/such/folder/urls.json: there is no folder /no/such/folder",
+        ),
+    ],
+)
+def test_a_value_out_of_range_stops_the_start_with_one_sentence(parsed, flags, sentence):
+    with pytest.raises(SettingsError) as error:
+        tool._check(parsed(*flags))
+    assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize("flags", [[], ["--port", "0"], ["--port", "65535"]])
+def test_what_is_in_range_is_taken(parsed, flags):
+    tool._check(parsed(*flags))
+
+
+def test_the_addresses_of_an_earlier_run_are_removed_before_anything_starts(parsed, tmp_path):
+    url_file = tmp_path / "urls.json"
+    url_file.write_text("old")
+    tool._check(parsed("--url-file", str(url_file)))
+    assert not url_file.exists()
+
+
+# --- the device ----------------------------------------------------------------------------------
+
+
+def test_a_gpu_that_is_not_there_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        tool._choose_device(["--num-layers", "4", "--device=cuda"])
+    assert stopped.value.code == "--device cuda, but torch finds no GPU; use --device cpu"
+
+
+def test_a_gpu_that_is_there_is_taken(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    tool._choose_device(["--device", "cuda"])
+
+
+@pytest.mark.parametrize(("device", "visible"), [("cpu", ""), ("auto", "0,1"), (None, "0,1")])
+def test_the_cpu_hides_the_gpus_before_torch_looks(monkeypatch, device, visible):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    tool._choose_device(["--load", "x"] + (["--device", device] if device else []))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+
+
+# --- building ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def built(monkeypatch, parser) -> Callable[..., SimpleNamespace]:
+    """`built(*flags, rank=…, gpu=…)`: what `_build` did, its model and process groups made up."""
+    did = SimpleNamespace(argv=None, defaults=None, patched=[], warmed=0, loaded=[], setup=None)
+
+    def parse(provider: Callable, argv: list[str], defaults: dict[str, Any]) -> argparse.Namespace:
+        assert provider is tool.add_server_args
+        print("Megatron tells of many things")
+        did.argv, did.defaults = argv, defaults
+        # The type of the built-in model's tokenizer is a choice that the real `parse` adds.
+        head = len(model.BUILT_IN_MODEL)
+        built_in = tuple(argv[:head]) == model.BUILT_IN_MODEL
+        return parser.parse_args(argv[head:] if built_in else argv)
+
+    def warm_up() -> None:
+        did.warmed += 1
+
+    def load_checkpoint(model_: Any, args: argparse.Namespace) -> str:
+        did.loaded.append(args.load)
+        return args.load
+
+    monkeypatch.setattr(model, "parse", parse)
+    monkeypatch.setattr(model, "initialize", lambda args: None)
+    monkeypatch.setattr(model, "build_model", lambda args: "model")
+    monkeypatch.setattr(model, "load_checkpoint", load_checkpoint)
+    monkeypatch.setattr(model, "find_checkpoint", lambda path, step: path)
+    monkeypatch.setattr(model, "build_inference_config", lambda args, model_: "config")
+    monkeypatch.setattr(model, "build_tokenizer", lambda args: "tokenizer")
+    monkeypatch.setattr(model, "build_engine", lambda *parts: parts)
+    monkeypatch.setattr(coordinator, "patch", did.patched.append)
+    monkeypatch.setattr(fork_server, "warm_up", warm_up)
+
+    def build(*flags: str, rank: int = 0, gpu: bool = False) -> SimpleNamespace:
+        monkeypatch.setattr(model, "device_type", lambda: "cuda" if gpu else "cpu")
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+        did.setup = tool._build(list(flags), rank)
+        return did
+
+    return build
+
+
+def test_without_a_model_the_built_in_one_is_served(built, capsys):
+    did = built("--port", "0")
+    assert did.argv == [*model.BUILT_IN_MODEL, "--port", "0"]
+    assert did.setup.engine == ("model", "tokenizer", "config")
+    assert did.loaded == []
+    assert capsys.readouterr().out == "[server] building the built-in GPT (random weights)\n"
+
+
+@pytest.mark.parametrize("flag", [["--num-layers", "2"], ["--num-layers=2"]])
+def test_a_model_that_is_described_is_served(built, flag, capsys):
+    did = built(*flag, "--hidden-size", "64")
+    assert did.argv == [*flag, "--hidden-size", "64"]
+    assert did.loaded == []
+    assert capsys.readouterr().out == "[server] building the model\n"
+
+
+@pytest.mark.parametrize("flag", [["--load", "folder"], ["--load=folder"]])
+def test_a_checkpoint_is_loaded(built, flag, capsys):
+    did = built(*flag)
+    assert did.argv == flag
+    assert did.loaded == ["folder"]
+    assert capsys.readouterr().out == "[server] building the model\n[server] loaded folder\n"
+
+
+def test_prefix_caching_is_on_and_retains_and_blocks_are_small_on_a_cpu(built):
+    prefix = "inference_dynamic_batching_"
+    caching = {
+        f"{prefix}enable_prefix_caching": True,
+        f"{prefix}prefix_caching_eviction_policy": "lru",
+    }
+    assert built(gpu=True).defaults == caching
+    assert built().defaults == caching | {f"{prefix}block_size": 64}
+
+
+def test_the_settings_that_the_flags_ask_for_are_patched_in(built):
+    did = built("--inference-dynamic-batching-prefix-caching-load-beta", "0.5")
+    (settings,) = did.patched
+    assert settings.load_beta == 0.5
+    assert did.setup.settings is settings
+
+
+@pytest.mark.parametrize(
+    ("rank", "flags", "warmed"), [(0, [], 1), (1, [], 0), (1, ["--frontend-on-all-ranks"], 1)]
+)
+def test_only_ranks_that_start_processes_warm_a_fork_server(built, rank, flags, warmed, capsys):
+    assert built(*flags, rank=rank).warmed == warmed
+    assert (capsys.readouterr().out == "") is (rank > 0)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--frontend-replicas=0"],
+        ["--inference-dynamic-batching-prefix-caching-load-beta=-1"],
+        [
+            "--inference-dynamic-batching-prefix-caching-burst-cap=2",
+            "--inference-dynamic-batching-prefix-caching-coordinator-policy=load_balanced",
+        ],
+    ],
+)
+def test_bad_settings_stop_before_anything_is_patched_or_started(built, flags):
+    with pytest.raises(SettingsError):
+        built(*flags)
+    did = built()  # the next one, which is good, is the first that is
+    assert (len(did.patched), did.warmed) == (1, 1)
+
+
+def test_what_megatron_prints_is_kept_back_unless_it_fails(built, monkeypatch, capsys):
+    def parse(*args: Any) -> None:
+        print("usage: …")
+        raise SystemExit(0)
+
+    monkeypatch.setattr(model, "parse", parse)
+    with pytest.raises(SystemExit):
+        built("--help")
+    assert capsys.readouterr().out == "usage: …\n"
+
+
+# --- one rank's life -----------------------------------------------------------------------------
+
+
+class Engine:
+    """Starts, runs until it is told to end or fails, and notes when it ended."""
+
+    def __init__(self, did: list[Any], process: Any):
+        self._did, self._process = did, process
+        self.controller = SimpleNamespace(tokenizer="tokenizer", vocab_size=260)
+        self.fail = asyncio.Event()
+        self.stop = asyncio.Event()
+        self.started: tuple | None = None
+
+    async def start_listening_to_data_parallel_coordinator(self, port: Any, **options: Any) -> str:
+        self.started = port, options
+        self._prefix_routing = SimpleNamespace(ending=False, process=self._process)
+        self.engine_loop_task = asyncio.create_task(self._run())
+        return COORDINATOR
+
+    async def _run(self) -> None:
+        failing = asyncio.create_task(self.fail.wait())
+        stopping = asyncio.create_task(self.stop.wait())
+        try:
+            await asyncio.wait({failing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if self.fail.is_set():
+                raise RuntimeError("the coordinator died")
+        finally:
+            failing.cancel()
+            stopping.cancel()
+            self._did.append("engine ended")
+
+
+class Life:
+    """A rank that serves, with front ends and other ranks made up.
+
+    Attributes:
+        did: What happened, in order.
+        front_ends: Arguments that front ends were started with.
+        others: What other ranks contribute when addresses are gathered.
+    """
+
+    def __init__(self, args: argparse.Namespace, rank: int):
+        self.did: list[Any] = []
+        self.front_ends: list[tuple[tuple, dict]] = []
+        self.others: list[tuple[str | None, bool]] = []
+        self.front_end_failure: Exception | None = None
+        self.rank = rank
+        process = SimpleNamespace(stop=lambda: self.did.append("coordinator ended"))
+        self.engine = Engine(self.did, process if rank == 0 else None)
+        settings = routing_settings_from_args(args)
+        self.setup = tool._Setup(args, settings, self.engine, rank)
+        self.stop: Callable[[], None] | None = None
+
+    def start_text_gen_server(self, *args: Any, **options: Any) -> str:
+        assert threading.current_thread() is not threading.main_thread()  # the engine runs on
+        self.front_ends.append((args, options))
+        if self.front_end_failure is not None:
+            raise self.front_end_failure
+        return f"http://127.0.0.1:{args[3] or 5555}"
+
+    def stop_text_gen_server(self) -> None:
+        self.did.append("front ends ended")
+
+    def all_gather_object(self, gathered: list, mine: tuple[str | None, bool]) -> None:
+        gathered[:] = [mine, *self.others] if self.rank == 0 else [*self.others, mine]
+        self.did.append("gathered")
+
+    def live(self, act: Callable[["Life"], None]) -> None:
+        """Serve; `act` is called once the rank serves, in a thread as a signal would be."""
+
+        async def run() -> None:
+            server = tool.Server(self.setup)
+            serving = asyncio.create_task(server.serve(self._on_stop))
+            while "gathered" not in self.did and not serving.done():
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.01)
+            if not serving.done():
+                await asyncio.to_thread(act, self)
+            await asyncio.wait_for(serving, 10)
+
+        asyncio.run(run())
+
+    def _on_stop(self, callback: Callable[[], None]) -> None:
+        self.stop = callback
+
+
+def press_ctrl_c(life: Life) -> None:
+    life.stop()
+
+
+@pytest.fixture
+def life(monkeypatch, parsed) -> Callable[..., Life]:
+    """`life(*flags, rank=…, dp=…)`: a rank, ready to serve."""
+
+    def make(*flags: str, rank: int = 0, dp: int = 2) -> Life:
+        made = Life(parsed(*flags, dp=dp), rank)
+        monkeypatch.setattr(http, "start_text_gen_server", made.start_text_gen_server)
+        monkeypatch.setattr(http, "stop_text_gen_server", made.stop_text_gen_server)
+        monkeypatch.setattr(torch.distributed, "all_gather_object", made.all_gather_object)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1 + len(made.others))
+        return made
+
+    return make
+
+
+def test_what_a_newcomer_reads(life, capsys):
+    life().live(press_ctrl_c)
+    assert capsys.readouterr().out.splitlines() == [
+        "[server] waiting for the coordinator, and for 2 replicas to register",
+        "[server] starting 4 HTTP front ends",
+        "[server] ready: 2 replicas, longest_prefix weighed by relative_load_weighted",
+        "[server] serving at http://127.0.0.1:5000/v1",
+        "[server] try:",
+        CURL,
+        "[server] stopping",
+    ]
+
+
+@pytest.mark.parametrize("dp", [1, 8])
+def test_counts_are_told_in_words_that_fit(life, dp, capsys):
+    life("--frontend-replicas", "1", dp=dp).live(press_ctrl_c)
+    out = capsys.readouterr().out
+    replicas = {1: "1 replica", 8: "8 replicas"}[dp]
+    assert f"for {replicas} to register\n" in out
+    assert "starting 1 HTTP front end\n" in out
+    assert f"ready: {replicas}, " in out
+
+
+POLICY = "--inference-dynamic-batching-prefix-caching-"
+
+
+@pytest.mark.parametrize(
+    ("flags", "policy"),
+    [
+        (
+            [POLICY + "cost-policy", "prefill_work"],
+            "longest_prefix weighed by prefill_work",
+        ),
+        (
+            [POLICY + "coordinator-policy", "first_prefix_block"],
+            "first_prefix_block weighed by relative_load_weighted",
+        ),
+        ([POLICY + "coordinator-policy", "load_balanced"], "load_balanced"),
+    ],
+)
+def test_the_policy_in_force_is_told(life, flags, policy, capsys):
+    life(*flags).live(press_ctrl_c)
+    assert f"[server] ready: 2 replicas, {policy}\n" in capsys.readouterr().out
+
+
+def test_without_prefix_caching_the_policy_in_force_is_load_balanced(life, capsys):
+    rank = life()
+    rank.setup.args.inference_dynamic_batching_enable_prefix_caching = False
+    rank.live(press_ctrl_c)
+    assert "[server] ready: 2 replicas, load_balanced\n" in capsys.readouterr().out
+
+
+def test_an_option_that_nobody_reads_is_told(life, capsys):
+    life(POLICY + "routing-alpha", "0.7").live(press_ctrl_c)
+    assert f"[server] note: {POLICY}routing-alpha is read by" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "dp", "expected"),
+    [
+        ([], 1, (5000, 4)),
+        ([], 8, (5000, 8)),
+        (["--port", "0"], 2, (0, 4)),
+        (["--frontend-replicas", "3"], 8, (5000, 3)),
+        (["--frontend-on-all-ranks"], 8, (0, 4)),
+        (["--frontend-on-all-ranks", "--frontend-replicas", "2", "--port", "80"], 8, (0, 2)),
+    ],
+)
+def test_how_many_front_ends_are_started_and_where(life, flags, dp, expected):
+    rank = life(*flags, dp=dp)
+    rank.live(press_ctrl_c)
+    ((arguments, options),) = rank.front_ends
+    assert arguments == (COORDINATOR, "tokenizer", 0, expected[0])
+    assert options["num_replicas"] == expected[1]
+    assert options["hostname"] == "127.0.0.1"
+    assert (options["vocab_size"], options["model_name"]) == (260, "megatron")
+    assert (options["parsers"], options["verbose"]) == ([], False)
+
+
+def test_what_the_engine_is_started_with(life):
+    rank = life(
+        *("--inference-coordinator-port", "6000", "--inference-coordinator-host", "10.1.1.1"),
+        *("--coordinator-schedule-output", "decisions.json"),
+    )
+    rank.live(press_ctrl_c)
+    options = {"hostname": "10.1.1.1", "coordinator_schedule_output_path": "decisions.json"}
+    assert rank.engine.started == (6000, options)
+
+
+def test_other_ranks_host_front_ends_only_when_asked_and_say_nothing(life, capsys):
+    silent = life(rank=1)
+    silent.others = [("http://127.0.0.1:5000", False)]
+    silent.live(press_ctrl_c)
+    assert silent.front_ends == []
+    hosting = life("--frontend-on-all-ranks", rank=1)
+    hosting.others = [("http://127.0.0.1:5000", False)]
+    hosting.live(press_ctrl_c)
+    assert len(hosting.front_ends) == 1
+    assert capsys.readouterr() == ("", "")
+
+
+def test_addresses_of_all_ranks_are_told_in_their_order(life, tmp_path, capsys):
+    url_file = tmp_path / "urls.json"
+    rank = life("--frontend-on-all-ranks", "--url-file", str(url_file), dp=4)
+    rank.others = [("http://127.0.0.1:6001", False), (None, False), ("http://10.0.0.2:1", False)]
+    rank.live(press_ctrl_c)
+    urls = ["http://127.0.0.1:5555", "http://127.0.0.1:6001", "http://10.0.0.2:1"]
+    assert json.loads(url_file.read_text()) == {"urls": urls}
+    out = capsys.readouterr().out
+    assert "[server] starting 4 HTTP front ends on every rank\n" in out
+    assert [line for line in out.splitlines() if "serving at" in line] == [
+        f"[server] serving at {url}/v1" for url in urls
+    ]
+    assert f"curl {urls[0]}/v1/completions" in out
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_server_on_all_interfaces_names_one_that_others_reach(life, host, capsys):
+    rank = life("--host", host, "--port", "80", "--inference-coordinator-host", "10.1.1.1")
+    rank.live(press_ctrl_c)
+    ((_, options),) = rank.front_ends
+    assert options["hostname"] == host
+    assert "[server] serving at http://10.1.1.1:80/v1\n" in capsys.readouterr().out
+
+
+def test_the_url_file_appears_whole_and_only_at_the_end(life, tmp_path, monkeypatch):
+    url_file = tmp_path / "urls.json"
+    seen = []
+    replace = Path.replace
+
+    def watched(self: Path, target: Path) -> Path:
+        seen.append((url_file.exists(), json.loads(self.read_text()), target))
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", watched)
+    rank = life("--url-file", str(url_file))
+    start = rank.start_text_gen_server
+
+    def start_text_gen_server(*args: Any, **options: Any) -> str:
+        assert not list(tmp_path.iterdir())
+        return start(*args, **options)
+
+    monkeypatch.setattr(http, "start_text_gen_server", start_text_gen_server)
+    rank.live(press_ctrl_c)
+    urls = {"urls": ["http://127.0.0.1:5000"]}
+    assert seen == [(False, urls, url_file)]
+    assert url_file.read_text() == json.dumps(urls) + "\n"
+    assert list(tmp_path.iterdir()) == [url_file]
+
+
+# --- ending --------------------------------------------------------------------------------------
+
+
+def test_a_signal_ends_front_ends_then_engine_then_coordinator(life):
+    rank = life()
+    rank.live(press_ctrl_c)
+    assert rank.did == ["gathered", "front ends ended", "engine ended", "coordinator ended"]
+    assert rank.engine._prefix_routing.ending  # who is gone now is no error
+
+
+def test_a_signal_on_a_rank_without_a_coordinator(life):
+    rank = life(rank=1)
+    rank.others = [("http://127.0.0.1:5000", False)]
+    rank.live(press_ctrl_c)
+    assert rank.did == ["gathered", "front ends ended", "engine ended"]
+
+
+def test_signals_that_come_twice_or_too_late_are_harmless(life):
+    def press_twice(life: Life) -> None:
+        life.stop()
+        life.stop()
+
+    rank = life()
+    rank.live(press_twice)
+    rank.stop()  # the event loop is closed by now
+    assert rank.did[-1] == "coordinator ended"
+
+
+def test_an_engine_that_fails_ends_everything_and_its_error_is_told(life):
+    def fail(life: Life) -> None:
+        life.engine.fail._loop.call_soon_threadsafe(life.engine.fail.set)
+
+    rank = life()
+    with pytest.raises(RuntimeError, match="the coordinator died"):
+        rank.live(fail)
+    assert rank.did == ["gathered", "engine ended", "front ends ended", "coordinator ended"]
+
+
+def test_an_engine_that_was_told_to_stop_ends_everything_without_an_error(life):
+    def stop(life: Life) -> None:
+        life.engine.stop._loop.call_soon_threadsafe(life.engine.stop.set)
+
+    rank = life()
+    rank.live(stop)
+    assert rank.did == ["gathered", "engine ended", "front ends ended", "coordinator ended"]
+
+
+def test_front_ends_that_do_not_start_end_everything_on_all_ranks(life, tmp_path, capsys):
+    url_file = tmp_path / "urls.json"
+    rank = life("--url-file", str(url_file))
+    rank.front_end_failure = OSError("port 5000 is in use")
+    with pytest.raises(OSError, match="port 5000 is in use"):
+        rank.live(press_ctrl_c)
+    assert rank.did == ["gathered", "front ends ended", "engine ended", "coordinator ended"]
+    assert "ready" not in capsys.readouterr().out
+    assert not url_file.exists()
+
+
+def test_a_rank_ends_when_another_s_front_ends_do_not_start(life, capsys):
+    rank = life("--frontend-on-all-ranks", rank=1)
+    rank.others = [(None, True)]
+    with pytest.raises(SystemExit) as stopped:
+        rank.live(press_ctrl_c)
+    assert stopped.value.code == 1
+    assert capsys.readouterr() == ("", "")
+
+
+# --- main ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def main(monkeypatch) -> Callable[[BaseException | None], list[str]]:
+    """`main(error)`: runs it, its building made up; returns what it did."""
+    did: list[str] = []
+
+    class StopSignal:
+        def on_stop(self, callback: Callable[[], None]) -> None:
+            did.append("on_stop")
+
+        def exit_if_stopped(self) -> None:
+            did.append("exit_if_stopped")
+
+    class Server:
+        def __init__(self, setup: Any):
+            assert setup == "setup"
+
+        async def serve(self, on_stop: Callable) -> None:
+            on_stop(lambda: None)
+            did.append("served")
+
+    def run(error: BaseException | None) -> list[str]:
+        def build(argv: list[str], rank: int) -> str:
+            if error is not None:
+                raise error
+            return "setup"
+
+        monkeypatch.setattr(tool, "_quiet", lambda: None)
+        monkeypatch.setattr(tool, "_build", build)
+        monkeypatch.setattr(tool, "Server", Server)
+        monkeypatch.setattr(stop_signal, "StopSignal", StopSignal)
+        tool.main([])
+        return did
+
+    return run
+
+
+def test_main_serves_and_leaves_quickly_after_a_signal(main):
+    assert main(None) == ["on_stop", "served", "exit_if_stopped"]
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (SettingsError("--port is -1; give a port from 0 to 65535"), "--port is -1; give"),
+        (OSError(98, "port 5000 is in use"), "port 5000 is in use"),
+        (FileNotFoundError("No checkpoint in x"), "No checkpoint in x"),
+    ],
+)
+def test_what_a_user_can_mend_is_told_without_a_traceback(main, monkeypatch, error, text):
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit) as stopped:
+        main(error)
+    assert stopped.value.code.startswith(f"[rank 3] error: {text}")
+
+
+def test_what_nobody_expects_keeps_its_traceback(main):
+    with pytest.raises(KeyError):
+        main(KeyError("a bug"))
+
+
+# --- the launcher --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch) -> Callable[..., tuple[int, list]]:
+    """`launched(*flags, ends=…)`: exit code, and what torchrun was asked to run."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("LOGLEVEL", "ERROR")
+
+    def launch(*flags: str, ends: BaseException | None = None) -> tuple[int, list]:
+        ran = []
+
+        def run(args: argparse.Namespace) -> None:
+            ran.append(args)
+            if ends is not None:
+                raise ends
+
+        monkeypatch.setattr("torch.distributed.run.run", run)
+        return serve.launch(list(flags)), ran
+
+    return launch
+
+
+def test_two_replicas_by_default(launched, capsys):
+    code, (ran,) = launched()
+    assert code == 0
+    assert (ran.nproc_per_node, ran.standalone, ran.max_restarts) == ("2", True, 0)
+    assert ran.training_script == str(TOOLS / "run_dynamic_text_generation_server.py")
+    assert ran.training_script_args == []
+    assert capsys.readouterr().out.startswith("[serve] starting 2 process(es)")
+
+
+@pytest.mark.parametrize("replicas", [["--replicas", "3"], ["--replicas=3"]])
+def test_all_other_flags_go_to_the_tool_as_they_are(launched, replicas):
+    flags = ["--port", "0", "--load=x y", "--frontend-replicas", "-1", "--parsers", "json", "tool"]
+    _, (ran,) = launched(*flags[:4], *replicas, *flags[4:])
+    assert ran.nproc_per_node == "3"
+    assert ran.training_script_args == flags
+
+
+@pytest.mark.parametrize("replicas", ["0", "-1"])
+def test_no_replica_is_an_error_of_one_sentence(launched, replicas, capsys):
+    code, ran = launched("--replicas", replicas)
+    assert (code, ran) == (2, [])
+    assert capsys.readouterr().err == f"error: --replicas is {replicas}; give 1 or more\n"
+
+
+def test_replicas_that_are_no_number_are_refused(launched):
+    with pytest.raises(SystemExit) as stopped:
+        launched("--replicas", "many")
+    assert stopped.value.code == 2
+
+
+def test_ctrl_c_ends_it_without_a_traceback(launched, capsys):
+    code, _ = launched(ends=SignalException("got signal 2", 2))
+    assert code == 130
+    assert capsys.readouterr().out.endswith("[serve] stopped\n")
+
+
+@pytest.mark.parametrize(("exit_code", "ours"), [(3, 3), (130, 130), (-9, 1)])
+def test_a_process_that_ends_badly_gives_its_exit_code(launched, tmp_path, exit_code, ours, capsys):
+    failure = ProcessFailure(0, 123, exit_code, str(tmp_path / "none"))
+    code, _ = launched(ends=ChildFailedError("tool", {0: failure}))
+    assert code == ours
+    assert f"[serve] a process ended with exit code {exit_code}\n" in capsys.readouterr().err
+
+
+def test_help_is_the_launcher_s_and_one_tool_s(launched, capsys):
+    _, (ran,) = launched("--help", "--replicas", "4")
+    assert ran.nproc_per_node == "1"
+    assert ran.training_script_args == ["--help"]
+    assert "--replicas N" in capsys.readouterr().out
