@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core.inference.config import PrefixCachingEvictionPolicy
+from megatron.core.inference.config import AsyncScheduleMode, PrefixCachingEvictionPolicy
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine, EngineState
 from megatron.core.inference.inference_request import (
     DynamicInferenceRequest,
@@ -24,6 +24,26 @@ BLOCK = 4
 LRU = PrefixCachingEvictionPolicy.LRU
 
 
+class DummyAllocator:
+    """An allocator of 100 blocks that nothing is registered with."""
+
+    total_count = 100
+
+    def __init__(self):
+        self.on_blocks_deregistered: Any = None
+        self.block_hashes = torch.full((self.total_count,), -1)
+        self.block_ref_counts = torch.zeros(self.total_count, dtype=torch.int32)
+
+    def register_kv_block_hashes(self, ids: list, keys: list, parents: Any = None) -> None:
+        """Nothing is cached here."""
+
+    def _deregister_blocks(self, ids: Any) -> None:
+        assert ids.numel() == 0
+
+    def reset(self) -> None:
+        """Nothing is cached here."""
+
+
 class DummyContext:
     """Counts skipped prompt tokens as the real one does: a total, reset by the bookkeeping."""
 
@@ -32,7 +52,9 @@ class DummyContext:
         self.block_size_tokens = BLOCK
         self.max_requests = 8
         self.prefix_caching_eviction_policy = LRU
-        self.kv_block_allocator = SimpleNamespace(total_count=100)
+        self.kv_block_allocator = DummyAllocator()
+        self.config = SimpleNamespace(async_sched_mode=AsyncScheduleMode.LEGACY)
+        self.step_count = 0
         self.prefix_cache_prefill_skipped_tokens = 0
         self.skips: deque[int] = deque()
         self.ep_communicator: Any = None
@@ -75,6 +97,8 @@ class DummyEngine:
         self.use_coordinator = True
         self.requests: dict[int, SimpleNamespace] = {}
         self.failed_request_ids: list[int] = []
+        self.waiting_request_ids: deque = deque()
+        self.resume_request_ids: list[int] | None = None
         self.did: list[str] = []
         self.refuses: set[int] = set()
         self.answer = ord("x")

@@ -18,8 +18,9 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.lifecycle import FleetState, Signal
-from megatron.core.inference.coordinator.runtime import engine_end, engine_start, engine_step, wire
+from megatron.core.inference.coordinator.runtime import engine_end, engine_step, wire
 from megatron.core.inference.coordinator.runtime.byte_tokenizer import ByteTokenizer
+from megatron.core.inference.coordinator.runtime.engine_cache import EngineCache
 from megatron.core.inference.coordinator.runtime.engine_end import EngineEnd
 
 
@@ -44,6 +45,8 @@ class DummyLink:
         return taken
 
     def send(self, message: m.ToCoordinator) -> None:
+        if isinstance(message, m.KvEvents):  # test_engine_cache.py looks at these
+            return
         self.sent.append(message)
 
     def say(self, *messages: m.FromCoordinator | list[bytes]) -> None:
@@ -61,11 +64,11 @@ class DummyLink:
 def make_engine(linked: bool = True, **context: Any) -> tuple[DummyEngine, DummyLink]:
     """An engine that has started, on a rank with or without a link."""
     engine, link = DummyEngine(context=DummyContext(**context)), DummyLink()
-    engine._prefix_routing = EngineEnd()
+    engine._prefix_routing = EngineEnd(EngineCache(engine.context))
     if linked:
         engine.end.link = link
     engine.is_mp_coordinator = linked
-    engine_start._watch_skipped_tokens(engine, engine.end)
+    engine.end.cache.events()  # the clear at the beginning
     return engine, link
 
 
@@ -109,7 +112,7 @@ def test_a_drain_is_handled_strictly_in_order():
     assert engine.state is EngineState.PAUSING
     # 1 came before the epoch and was stamped by it; 2 and 3 were born under it.
     assert [engine.get_request(n).policy_epoch for n in (1, 2, 3)] == [[(0, 70)]] * 3
-    assert engine.end.weight_epoch == 1
+    assert engine.end.cache.epoch == 1
 
 
 def test_each_drain_looks_after_the_coordinator_first():
@@ -135,7 +138,7 @@ def test_a_signal_that_must_wait_holds_back_everything_behind_it():
     engine.state = EngineState.PAUSED  # as the engine's loop does once all ranks agree
     assert engine.schedule_requests() == 0
     assert (engine.state, engine.did) == (EngineState.SUSPENDING, ["suspend", "add 7"])
-    assert engine.end.weight_epoch == 0
+    assert engine.end.cache.epoch == 0
 
     engine.schedule_requests()
     assert engine.state is EngineState.SUSPENDING
@@ -144,7 +147,7 @@ def test_a_signal_that_must_wait_holds_back_everything_behind_it():
     assert engine.state is EngineState.RESUMING
     assert engine.did == ["suspend", "add 7", "resume", "add 8"]
     assert link.sent == [m.Pong(1)]
-    assert (engine._generation_epoch, engine.end.weight_epoch) == (5, 2)
+    assert (engine._generation_epoch, engine.end.cache.epoch) == (5, 2)
     assert not engine.end.inbox
 
 
@@ -235,7 +238,7 @@ def test_a_new_generation_epoch_is_stamped_where_each_request_is():
         2: ([(0, 70), (10, 71)], [(0, 71)]),
         3: ([(0, 71)], [(0, 71)]),
     }
-    assert (engine._generation_epoch, engine.end.weight_epoch) == (71, 2)
+    assert (engine._generation_epoch, engine.end.cache.epoch) == (71, 2)
 
 
 MALFORMED = {
@@ -260,7 +263,7 @@ def test_what_is_no_message_is_logged_and_hurts_nobody(frames, caplog):
     with caplog.at_level(logging.WARNING):
         assert engine.schedule_requests() == 3
     assert engine.did == ["add 1", "add 2"]
-    assert (engine.state, engine.end.weight_epoch) == (EngineState.RUNNING, 0)
+    assert (engine.state, engine.end.cache.epoch) == (EngineState.RUNNING, 0)
     (line,) = caplog.messages
     assert line.startswith("message_refused reason=")
 
@@ -268,7 +271,7 @@ def test_what_is_no_message_is_logged_and_hurts_nobody(frames, caplog):
 def test_a_rank_that_is_told_to_register_again_does_so_once_under_its_present_epoch():
     engine, link = make_engine()
     engine.end.registration = m.Register(1, "job", 1, 0, 8, 4, 100, "lru")
-    engine.end.weight_epoch = 3
+    engine.end.cache.begin_epoch(engine, 3)
     link.say(m.RegisterAgain(), submit(1), m.RegisterAgain())
     engine.schedule_requests()
     assert engine.did == ["add 1"]
@@ -276,7 +279,7 @@ def test_a_rank_that_is_told_to_register_again_does_so_once_under_its_present_ep
     assert link.sent == [m.Register(1, "job", 1, 3, 8, 4, 100, "lru")]
     link.say(m.RegisterAck(1, 2, 5, FleetState.RUNNING))
     engine.schedule_requests()
-    assert engine.end.weight_epoch == 5
+    assert engine.end.cache.epoch == 5
     link.say(m.RegisterAgain())
     engine.schedule_requests()
     assert link.sent[1:] == [m.Register(1, "job", 1, 5, 8, 4, 100, "lru")]
@@ -300,7 +303,7 @@ def test_ranks_without_a_link_do_not_register():
     link.say(m.RegisterAgain(), m.RegisterAck(1, 2, 5, FleetState.RUNNING))
     engine.schedule_requests()
     assert link.sent == []
-    assert engine.end.weight_epoch == 5  # the same on all ranks of a group
+    assert engine.end.cache.epoch == 5  # the same on all ranks of a group
 
 
 # --- requests ------------------------------------------------------------------------------------
@@ -390,7 +393,7 @@ def test_a_step_s_answers_travel_in_one_message():
     engine, link = make_engine()
     link.say(submit(1), submit(2), submit(3))
     engine.schedule_requests()
-    engine.end.weight_epoch = 4
+    engine.end.cache.begin_epoch(engine, 4)
     result = step(engine, 3, 1)
     assert [r.request_id for r in result["finished_request_records"]] == [3, 1]
     (reply,) = link.sent
@@ -423,7 +426,7 @@ def test_cached_tokens_are_what_add_request_really_skipped_over_all_chunks():
     step(engine, 1, 2, 3)
     found = {a.request_id: (a.cached_tokens, body(a)["num_cached_tokens"]) for a in link.answers()}
     assert found == {1: (96, 96), 2: (5, 5), 3: (0, 0)}
-    assert engine.end.skipped == {}
+    assert engine.end.cache.found == {}
 
 
 def test_a_chunk_that_cannot_be_scheduled_skips_nothing():
@@ -433,20 +436,20 @@ def test_a_chunk_that_cannot_be_scheduled_skips_nothing():
 
     engine, _ = make_engine()
     engine.context = Full()
-    engine_start._watch_skipped_tokens(engine, engine.end)
+    cache = EngineCache(engine.context)
     with pytest.raises(RuntimeError, match="no block left"):
         engine.context.add_request(SimpleNamespace(request_id=1))
-    assert engine.end.skipped == {}
+    assert cache.leave(1).skipped == 0
 
 
 def test_watching_again_after_a_restart_counts_once():
     engine, _ = make_engine()
     old = engine.end
-    engine._prefix_routing = EngineEnd()
-    engine_start._watch_skipped_tokens(engine, engine.end)
+    engine._prefix_routing = EngineEnd(EngineCache(engine.context))
     engine.context.skips.append(8)
     engine.context.add_request(SimpleNamespace(request_id=1))
-    assert (old.skipped, engine.end.skipped) == ({}, {1: 8})
+    assert old.cache.found == {}
+    assert engine.end.cache.leave(1).skipped == 8
 
 
 def test_a_request_that_fails_is_answered_at_once_and_once_only():
@@ -460,7 +463,7 @@ def test_a_request_that_fails_is_answered_at_once_and_once_only():
     result = step(engine, 2)
     assert [r.request_id for r in result["finished_request_records"]] == [2, 1]
     assert [a.request_id for a in link.answers()] == [2]
-    assert (engine.requests, engine.end.skipped) == ({}, {})
+    assert (engine.requests, engine.end.cache.found) == ({}, {})
 
 
 def test_released_replies_are_muted_and_the_rank_is_itself_again_afterwards(monkeypatch):
@@ -508,5 +511,5 @@ def test_ranks_without_a_link_answer_nobody_and_forget_as_well():
     engine.context.add_request(engine.get_request(1))
     step(engine, 1)
     assert link.sent == []
-    assert (engine.end.skipped, engine.end.wants_text, engine.requests) == ({}, set(), {})
-    assert engine.end.weight_epoch == 1
+    assert (engine.end.cache.found, engine.end.wants_text, engine.requests) == ({}, set(), {})
+    assert engine.end.cache.epoch == 1

@@ -29,7 +29,7 @@ from megatron.core.inference.coordinator.runtime.loop import CoordinatorLoop
 from megatron.core.inference.coordinator.runtime.process import CoordinatorDied, bind
 from megatron.core.inference.coordinator.settings import CoordinatorSettings, RoutingSettings
 
-SECONDS = 20
+SECONDS = 10
 """Until a test that waits for something gives up."""
 
 
@@ -80,7 +80,7 @@ def _made_up_groups(monkeypatch) -> None:
     )
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     monkeypatch.setattr(engine_step, "_released_bookkeep", released_bookkeep)
-    monkeypatch.setattr(engine_start, "_REGISTER_SECONDS", 10.0)
+    monkeypatch.setattr(engine_start, "_REGISTER_SECONDS", 5.0)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
@@ -190,7 +190,6 @@ def test_two_replicas_register_answer_and_take_their_leave():
                 (r.number, r.max_requests, r.total_blocks) for r in live.loop.core.fleet.ranks
             )
             assert ranks == [(0, 8, 100), (1, 8, 100)]
-            # Equal prompts follow one another to one replica; others go where there is room.
             replies = asyncio.run(asked(live.address, "one", "two", [5] * 3, [6] * 3))
         assert sorted({reply["generated_text"] for reply in replies}) == ["aa", "bb"]
         assert all(reply["status"] == "COMPLETED" for reply in replies)
@@ -226,7 +225,7 @@ def test_signals_stop_all_replicas_and_they_disconnect():
         assert live.counts["rank_lost"] == 0  # they said so; it was not found out by a broken send
     for engine in engines:
         assert engine.did[-2:] == ["suspend", "resume"]
-        assert (engine._generation_epoch, engine.end.weight_epoch) == (9, 2)
+        assert (engine._generation_epoch, engine.end.cache.epoch) == (9, 2)
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -250,7 +249,7 @@ def test_a_registration_tells_what_the_coordinator_must_know(caching):
     try:
         start = {"launch_inference_coordinator": False, "hostname": "127.0.0.1"}
         with started(engines, inference_coordinator_port=int(address.rsplit(":", 1)[1]), **start):
-            assert [engine.end.weight_epoch for engine in engines] == [3, 3]
+            assert [engine.end.cache.epoch for engine in engines] == [3, 3]
     finally:
         thread.join(SECONDS)
         context.destroy(linger=0)
@@ -391,9 +390,9 @@ def test_a_model_parallel_group_sees_the_same_and_answers_once():
     for first, second in (engines[:2], engines[2:]):
         assert first.did == second.did
         assert first.did
-        assert second.end.skipped == {}
+        assert second.end.cache.found == {}
     assert sum(len(engine.did) for engine in engines) == 2 * len(prompts)
-    assert [engine.end.weight_epoch for engine in engines] == [1] * 4
+    assert [engine.end.cache.epoch for engine in engines] == [1] * 4
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,8 @@ NAMES = [
         "start_listening_to_data_parallel_coordinator",
     ),
     (f"{INFERENCE}.engines.dynamic_engine:DynamicInferenceEngine", "schedule_requests"),
+    (f"{INFERENCE}.engines.dynamic_engine:DynamicInferenceEngine", "async_step"),
+    (f"{INFERENCE}.engines.dynamic_engine:DynamicInferenceEngine", "reset"),
     (f"{INFERENCE}.engines.dynamic_engine:DynamicInferenceEngine", "async_bookkeep"),
     (f"{INFERENCE}.engines.dynamic_engine:DynamicInferenceEngine", "_handle_failed_request"),
     (f"{INFERENCE}.engines.dynamic_engine:DynamicInferenceEngine", "shutdown"),
