@@ -147,7 +147,8 @@ def test_an_engine_that_joins_later_learns_what_happened_before():
 
 
 def test_a_released_engine_gets_no_acknowledgement():
-    assert Fleet().tell(b"mp-coord-0", stock_register()) == [registered(1)]
+    effects = Fleet(eviction=LRU).tell(b"mp-coord-0", stock_register())
+    assert effects == [registered(1)]
 
 
 def test_a_released_engine_has_the_settings_places_and_eviction():

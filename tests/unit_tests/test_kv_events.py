@@ -1,7 +1,7 @@
 """Cache events through the socketless core: what is believed, and when it is asked for again."""
 
 import pytest
-from builders import CLIENT, Fleet, sends, tokens
+from builders import CLIENT, Fleet, logs, make_register, sends, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -143,7 +143,6 @@ def test_a_burst_ends_when_its_prompt_is_stored():
 
 def test_prediction_errors_are_kept_apart_from_what_nobody_could_know():
     fleet = trusting(trace=True)
-    accuracy = next(iter(fleet.core.fleet.ranks)).accuracy
     fleet.tell(b"0", told(1, *HASHES))
     fleet.ask(PROMPT)
     # Between routing and scheduling the engine evicted the last block.
@@ -151,6 +150,7 @@ def test_prediction_errors_are_kept_apart_from_what_nobody_could_know():
     reply = m.Answer(0, "COMPLETED", 8, 0, b"", 5)
     (trace,) = [e for e in fleet.tell(b"0", m.EngineReply((reply,))) if isinstance(e, m.Trace)]
     assert trace.in_window
+    accuracy = fleet.core.fleet.router.accuracy[0]
     assert (accuracy.replies, accuracy.in_window, accuracy.wrong) == (1, 1, 0)
 
     fleet.ask(PROMPT)  # predicted: 2 blocks
@@ -177,6 +177,18 @@ def test_what_is_not_remembered_any_more_counts_as_changed():
     stream.take(1, list(range(1, 6000)))
     assert stream.changed(100, 110, [10**9])
     assert not stream.changed(5990, 6000, [10**9])
+
+
+def test_ref_zero_under_a_prefix_aware_policy_is_advised_against_once():
+    fleet = Fleet(1, register={"eviction": "ref_zero"})
+    assert "nothing_kept_between_turns" not in logs(fleet.tell(b"1", make_register(1)))
+    fresh = Fleet(0)
+    effects = fresh.tell(b"0", make_register(0, eviction="ref_zero"))
+    (advice,) = [e for e in effects if getattr(e, "event", "") == "nothing_kept_between_turns"]
+    assert advice.fields["set"].endswith("eviction-policy lru")
+    unaware = Fleet(0, coordinator_policy="load_balanced")
+    effects = unaware.tell(b"0", make_register(0, eviction="ref_zero"))
+    assert logs(effects) == ["ranks_registered"]
 
 
 def test_accuracy_of_nothing_is_no_error():

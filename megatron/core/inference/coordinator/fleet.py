@@ -10,6 +10,11 @@ from megatron.core.inference.coordinator.router import Router
 from megatron.core.inference.coordinator.settings import PROTOCOL_VERSION, CoordinatorSettings
 
 LEFT = "it left"
+_ADVICE = {
+    "eviction": "ref_zero",
+    "effect": "an answered request leaves no cached block behind",
+    "set": "--inference-dynamic-batching-prefix-caching-eviction-policy lru",
+}
 
 
 class Fleet:
@@ -39,6 +44,7 @@ class Fleet:
         self.router = Router(settings, self.ranks, self.ledger, self.index)
         self.assembled = settings.expected_ranks == 0
         self.joining: dict[bytes, m.Register] = {}
+        self._advised = False
 
     def check_integrity(self) -> None:
         """Compare everything that is counted with the records it is counted from.
@@ -166,6 +172,9 @@ class Fleet:
             )
             effects.append(m.Send(peer, acknowledgement))
         effects.append(self._progress(len(self.ranks)))
+        if self._settings.hashed and not rank.retains and not self._advised:
+            self._advised = True
+            effects.append(m.Log("nothing_kept_between_turns", _ADVICE, warning=True))
         if not self.assembled and len(self.ranks) >= self._settings.expected_ranks:
             self.assembled = True
             for record in self.ledger.waiting:

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megatron.core.inference.coordinator.accuracy import Accuracy
 from megatron.core.inference.coordinator.kv_events import EventStream
 from megatron.core.inference.coordinator.messages import Register
 from megatron.core.inference.coordinator.settings import CoordinatorSettings
@@ -26,7 +25,6 @@ class Rank:
         retains: Whether it keeps cached blocks that no request uses.
         last_assigned: Sequence number of its latest assignment; -1 for never.
         events: The numbering of its cache events.
-        accuracy: How well its cache is known.
     """
 
     number: int
@@ -38,7 +36,6 @@ class Rank:
     retains: bool
     last_assigned: int = -1
     events: EventStream = field(default_factory=EventStream)
-    accuracy: Accuracy = field(default_factory=Accuracy)
 
 
 class Ranks:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
 
+from megatron.core.inference.coordinator.accuracy import Accuracy
 from megatron.core.inference.coordinator.decision import (
     Candidate,
     Situation,
@@ -36,6 +37,9 @@ class Router:
         ranks: The live ranks.
         ledger: The requests.
         index: What the ranks hold.
+
+    Attributes:
+        accuracy: How well each rank's cache is known, by rank number; kept when a rank is lost.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Router:
         self._index = index
         self._assignments = 0
         self._bursts: dict[int, _Burst] = {}
+        self.accuracy: dict[int, Accuracy] = {}
 
     def hashes_of(self, message: SubmitRequest) -> list[int] | None:
         """The hashes that the signal policy reads.
@@ -101,7 +106,8 @@ class Router:
             record.events_seen, answer.event_number, lease.hashes
         )
         if self._settings.signal is PrefixCachingCoordinatorPolicy.LONGEST_PREFIX:
-            rank.accuracy.add(record.predicted_tokens, answer.cached_tokens, in_window=in_window)
+            accuracy = self.accuracy.setdefault(rank.number, Accuracy())
+            accuracy.add(record.predicted_tokens, answer.cached_tokens, in_window=in_window)
         return in_window
 
     def note_stored(self, rank: Rank, events: Sequence[int]) -> None:

@@ -3,8 +3,6 @@
 import os
 import socket
 
-import psutil
-
 _LOOPBACK = "127.0.0.1"
 
 
@@ -37,6 +35,8 @@ def _address_towards(host: str) -> str | None:
 
 def _other_addresses() -> list[str]:
     """IPv4 addresses of this machine's interfaces that are up, loopback left out."""
+    import psutil  # needed between machines alone
+
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     return [
         entry.address

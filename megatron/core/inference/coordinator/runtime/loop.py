@@ -168,7 +168,7 @@ def write_schedule(path: str | Path, loop: CoordinatorLoop) -> None:
         "cost_policy": settings.routing.cost_policy.value,
         "data_parallel_size": settings.expected_ranks,
         "num_requests": len(records),
-        "accuracy": {rank.number: rank.accuracy.fields() for rank in loop.core.fleet.ranks},
+        "accuracy": {n: a.fields() for n, a in loop.core.fleet.router.accuracy.items()},
         "weight_epoch": loop.core.fleet.weight_epoch,
         "records": records,
     }

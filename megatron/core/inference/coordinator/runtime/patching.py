@@ -96,7 +96,6 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         engine_mending,
         engine_start,
         engine_step,
-        http,
     )
     from megatron.core.inference.coordinator.runtime.drop_in import DataParallelInferenceCoordinator
 
@@ -108,11 +107,6 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (f"{_INFERENCE}.engines.dynamic_engine", coordinator, DataParallelInferenceCoordinator),
         (f"{_INFERENCE}.inference_client", "InferenceClient", client.InferenceClient),
         (f"{_SERVER}.text_generation_server", "InferenceClient", client.InferenceClient),
-        *(
-            (module, name, getattr(http, name))
-            for module in (_SERVER, f"{_SERVER}.text_generation_server")
-            for name in ("start_text_gen_server", "stop_text_gen_server")
-        ),
         (DynamicInferenceEngine, _START, engine_start.start_listening_to_data_parallel_coordinator),
         (DynamicInferenceEngine, "schedule_requests", engine_step.schedule_requests),
         (DynamicInferenceEngine, "async_bookkeep", engine_step.async_bookkeep),
@@ -121,4 +115,18 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (DynamicInferenceEngine, "reset", engine_step.reset),
         (DynamicInferenceEngine, "shutdown", engine_step.shutdown),
         (DynamicInferenceContext, _RESUME, engine_mending.resume_paused_requests),
+        *_http_replacements(),
+    ]
+
+
+def _http_replacements() -> list[tuple[Any, str, Any]]:
+    """None where the packages of an HTTP server are missing: who has no server needs none."""
+    try:
+        from megatron.core.inference.coordinator.runtime import http
+    except ImportError:
+        return []
+    return [
+        (module, name, getattr(http, name))
+        for module in (_SERVER, f"{_SERVER}.text_generation_server")
+        for name in ("start_text_gen_server", "stop_text_gen_server")
     ]

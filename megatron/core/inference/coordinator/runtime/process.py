@@ -112,6 +112,9 @@ def _serve(settings: ProcessSettings, tokenizer: Any, pipe: Connection | None) -
         if pipe is not None:
             pipe.send((_LISTENING, address))
         loop.run()
+        for number, accuracy in sorted(core.fleet.router.accuracy.items()):
+            fields = {"rank": number, **accuracy.fields()}
+            logger.info("%s", render("prediction_accuracy", fields))
         logger.info("%s", render("stopped", loop.events.summary()))
         if settings.schedule_path is not None:
             write_schedule(settings.schedule_path, loop)
