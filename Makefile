@@ -4,7 +4,7 @@ READY := .venv/.ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint format wheel-test clean
+.PHONY: help setup serve rollouts test lint format wheel-test clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,6 +17,10 @@ setup: $(READY)  ## make .venv with the tested packages (the other targets do it
 
 serve: $(READY)  ## serve a small built-in GPT on the CPU: 2 replicas behind the coordinator
 	@$(PYTHON) tools/serve.py --device cpu $(ARGS)
+
+rollouts: $(READY)  ## an RL loop on the CPU: rollouts on 2 served replicas, update, again
+	@OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 \
+		examples/rl_rollouts/rollouts.py $(ARGS)
 
 test: $(READY)  ## run all tests
 	@$(PYTHON) -m pytest $(ARGS)

@@ -160,23 +160,37 @@ def test_prediction_errors_are_kept_apart_from_what_nobody_could_know():
     assert (accuracy.mean_error, accuracy.worst_error) == (4.0, 4)
 
 
-def test_what_changes_elsewhere_is_not_in_the_window():
+def test_only_what_contradicts_a_belief_is_a_change():
     stream = EventStream()
     stream.take(0, [CLEARED, 5, 6])
     stream.take(3, [7, -5])
-    assert not stream.changed(3, 3, [7])
-    assert stream.changed(3, 4, [7])
-    assert not stream.changed(3, 4, [5, 6])
-    assert stream.changed(3, 5, [5])
-    assert stream.changed(0, 1, [99])  # a clear concerns everybody
+    assert not stream.changed(3, 3, [5], [7])
+    assert stream.changed(3, 4, [5], [7])  # 7 was stored, and was believed not to be
+    assert not stream.changed(3, 4, [7], [])  # it counted as held already
+    assert stream.changed(3, 5, [5], [])  # 5 was removed, and was believed to be held
+    assert not stream.changed(3, 5, [7], [5])
+    assert stream.changed(0, 1, [99], [])  # a clear concerns everybody
 
 
 def test_what_is_not_remembered_any_more_counts_as_changed():
     stream = EventStream()
     stream.take(0, [CLEARED])
     stream.take(1, list(range(1, 6000)))
-    assert stream.changed(100, 110, [10**9])
-    assert not stream.changed(5990, 6000, [10**9])
+    assert stream.changed(100, 110, [10**9], [])
+    assert not stream.changed(5990, 6000, [10**9], [])
+
+
+def test_members_of_a_group_are_not_in_the_window_of_their_shared_prompt():
+    """What the first of them stores was predicted when the second was routed."""
+    fleet = trusting()
+    fleet.ask(PROMPT)
+    fleet.ask(PROMPT)
+    fleet.tell(b"0", told(1, *HASHES))
+    for number, cached in enumerate([0, 8]):
+        reply = m.Answer(number, "COMPLETED", cached, 0, b"", 1 + 3 * number)
+        fleet.tell(b"0", m.EngineReply((reply,)))
+    accuracy = fleet.core.fleet.router.accuracy[0]
+    assert (accuracy.replies, accuracy.in_window, accuracy.wrong) == (2, 0, 0)
 
 
 def test_ref_zero_under_a_prefix_aware_policy_is_advised_against_once():

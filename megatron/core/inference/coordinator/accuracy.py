@@ -8,7 +8,8 @@ class Accuracy:
     """Prediction error of one rank, in tokens of prefill per request.
 
     A request is *in the window* when the engine's blocks of its prompt changed between its routing
-    and its scheduling: nobody could have known. Errors are kept for those outside it.
+    and its scheduling, other than by the storing of what counted as held already: nobody could
+    have known. Errors are kept for those outside it.
 
     Attributes:
         replies: Requests compared.

@@ -6,7 +6,8 @@ tells the whole table, so it can follow anything.
 """
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -67,16 +68,22 @@ class EventStream:
         self._recent.extend(events)
         return True
 
-    def changed(self, since: int, until: int, hashes: Collection[int]) -> bool:
-        """Whether events since <= number < until concern any of these blocks.
+    def changed(self, since: int, until: int, held: Iterable[int], lacking: Iterable[int]) -> bool:
+        """Whether events since <= number < until made a belief about some blocks wrong.
 
-        Numbers that are not remembered any more count as concerning them.
+        Storing what counted as held already changes nothing, nor does removing what did not.
+        Numbers that are not remembered any more count as a change.
+
+        Args:
+            since: Number of the first event.
+            until: One more than the number of the last.
+            held: Blocks believed to be held.
+            lacking: Blocks believed not to be.
         """
         if until <= since:
             return False
         oldest = self.next - len(self._recent)
         if since < oldest:
             return True
-        wanted = set(hashes)
-        window = list(self._recent)[since - oldest : until - oldest]
-        return any(event == CLEARED or abs(event) in wanted for event in window)
+        surprises = {-block for block in held} | set(lacking) | {CLEARED}
+        return not surprises.isdisjoint(islice(self._recent, since - oldest, until - oldest))

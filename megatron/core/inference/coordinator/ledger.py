@@ -30,6 +30,7 @@ class RequestRecord:
         blocks: Full blocks of its prompt that were hashed.
         prompt_tokens: Length of its prompt, -1 if unknown.
         predicted_tokens: Prefill that the engine was expected to skip when it was routed, tokens.
+        held_blocks: Blocks of its prompt that its rank was believed to hold when it was routed.
         events_seen: How many of its rank's cache events were known when it was routed.
         chain: Hash of its last full block, which names the whole chain; None if not hashed.
     """
@@ -43,6 +44,7 @@ class RequestRecord:
     blocks: int = 0
     prompt_tokens: int = -1
     predicted_tokens: int = 0
+    held_blocks: int = 0
     events_seen: int = 0
     chain: int | None = None
 

@@ -78,7 +78,6 @@ class Router:
         if hashes:
             self._predict(record, rank, hashes)
             record.lease = self._index.pin(rank.number, hashes)
-            record.events_seen = rank.events.next
         self._ledger.assign(record.request_id, rank.number)
         rank.last_assigned = self._assignments
         self._assignments += 1
@@ -102,8 +101,9 @@ class Router:
         lease = record.lease
         if lease is None or answer.cached_tokens < 0 or record.prompt_tokens < 0:
             return False
+        held, lacking = lease.hashes[: record.held_blocks], lease.hashes[record.held_blocks :]
         in_window = lease.table.dropped or rank.events.changed(
-            record.events_seen, answer.event_number, lease.hashes
+            record.events_seen, answer.event_number, held, lacking
         )
         if self._settings.signal is PrefixCachingCoordinatorPolicy.LONGEST_PREFIX:
             accuracy = self.accuracy.setdefault(rank.number, Accuracy())
@@ -164,10 +164,11 @@ class Router:
         return rank
 
     def _predict(self, record: RequestRecord, rank: Rank, hashes: Sequence[int]) -> None:
+        record.held_blocks = self._index.depth(rank.number, hashes)
+        record.events_seen = rank.events.next
         if record.prompt_tokens >= 0:
-            depth = self._index.depth(rank.number, hashes)
             size = self._settings.block_size_tokens or 1
-            record.predicted_tokens = expected_skip(record.prompt_tokens, depth, size)
+            record.predicted_tokens = expected_skip(record.prompt_tokens, record.held_blocks, size)
 
     def _burst_rank(self, record: RequestRecord) -> Rank | None:
         burst = self._bursts.get(record.chain) if record.chain is not None else None
