@@ -165,7 +165,7 @@ def _build(argv: list[str], rank: int) -> _Setup:
     _check_load(argv)
     with _kept_back_unless_it_fails():  # Megatron tells of batch sizes and pipeline stages
         args = models.parse(add_server_args, argv, defaults)
-    _check(args)
+    _check(args, rank)
     settings = routing_settings_from_args(args)
     patch(settings)
     if rank == 0 or args.frontend_on_all_ranks:
@@ -207,7 +207,7 @@ def _check_load(argv: list[str]) -> None:
         find_checkpoint(args.load, args.ckpt_step)
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace, rank: int) -> None:
     from megatron.core.inference.coordinator import SettingsError
 
     if args.frontend_replicas < -1 or args.frontend_replicas == 0:
@@ -216,7 +216,7 @@ def _check(args: argparse.Namespace) -> None:
             "default"
         )
     url_file = args.url_file
-    if url_file is not None:
+    if url_file is not None and rank == 0:  # which writes it; its folder may be nowhere else
         if not url_file.parent.is_dir():
             raise SettingsError(f"--url-file {url_file}: there is no folder {url_file.parent}")
         url_file.unlink(missing_ok=True)  # or somebody reads the addresses of an earlier run

@@ -10,6 +10,7 @@ from dataclasses import fields
 from enum import Enum
 
 from megatron.core.inference.coordinator.settings import (
+    FLAG_PREFIX,
     RoutingSettings,
     SettingsError,
     flag,
@@ -40,6 +41,9 @@ def add_prefix_routing_args(parser: argparse.ArgumentParser) -> argparse.Argumen
         elif isinstance(default, Enum):
             choices = [member.value for member in type(default)]
             group.add_argument(name, default=shown, choices=choices, help=text)
+        elif isinstance(default, bool):
+            action = argparse.BooleanOptionalAction
+            group.add_argument(name, default=default, action=action, help=text)
         else:
             group.add_argument(name, default=shown, type=type(default), help=text)
     return parser
@@ -56,5 +60,11 @@ def routing_settings_from_args(args: argparse.Namespace) -> RoutingSettings:
         raise SettingsError(
             f"{flag('burst_cap')} has no effect with {flag('coordinator_policy')} load_balanced, "
             "under which no prompt is compared with another; leave one of them out"
+        )
+    eviction = getattr(args, FLAG_PREFIX + "eviction_policy", "lru")
+    if settings.generated_tokens and eviction != "lru":
+        raise SettingsError(
+            f"{flag('generated_tokens')} keeps nothing under {eviction} eviction; add "
+            f"{flag('eviction_policy')} lru"
         )
     return settings

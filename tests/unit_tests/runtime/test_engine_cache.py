@@ -22,11 +22,11 @@ GREEDY = {"top_k": 1, "num_tokens_to_generate": 8, "termination_id": -1}
 class Rig:
     """An engine stepped by hand, with our cache watching it, or as released."""
 
-    def __init__(self, engine, *, ours: bool = True):
+    def __init__(self, engine, *, ours: bool = True, keeps_generated: bool = False):
         from megatron.core.inference.coordinator.runtime.engine_cache import EngineCache
 
         self.engine = engine
-        self.cache = EngineCache(engine.context) if ours else None
+        self.cache = EngineCache(engine.context, keeps_generated=keeps_generated) if ours else None
         self.answers: dict[int, list[int]] = {}
         self._epoch = 0
 
@@ -183,6 +183,72 @@ def kv_mode():
     return lambda mode: {"kv_cache_management_mode": KVCacheManagementMode(mode)} if mode else {}
 
 
+# --- generated tokens ------------------------------------------------------------------------
+
+
+def skipped_in_the_next_turn(rig: Rig, prompt: list[int], answer: list[int]) -> tuple[int, list]:
+    """Ask once more with the answer in the history; what was skipped, and the new answer."""
+    context = rig.engine.context
+    history = prompt + answer + list(b" And what came then?")
+    before = rig.engine._prefill_tokens_skipped + context.prefix_cache_prefill_skipped_tokens
+    following = rig.ask(history)
+    after = rig.engine._prefill_tokens_skipped + context.prefix_cache_prefill_skipped_tokens
+    return after - before, [history, following]
+
+
+@pytest.mark.parametrize("length", [70, 64, 79, 81])
+def test_a_generated_answer_is_not_computed_again(length, cpu_engine, recomputed):
+    """Full blocks of prompt and answer are found; the answers stay those of a full recompute."""
+    prompt, count = PROMPT[:length] + [33] * max(0, length - len(PROMPT)), 40
+    skipped = {}
+    for keeps in (False, True):
+        rig = Rig(cpu_engine(), keeps_generated=keeps)
+        request_id = rig.add(prompt, num_tokens_to_generate=count)
+        rig.run()
+        answer = rig.answers[request_id]
+        skipped[keeps], (history, following) = skipped_in_the_next_turn(rig, prompt, answer)
+        assert following == recomputed(history, following)
+    # The last token that was generated has no KV: it was sampled and never fed.
+    assert skipped == {
+        False: length // BLOCK * BLOCK,
+        True: (length + count - 1) // BLOCK * BLOCK,
+    }
+
+
+def test_generated_tokens_of_old_weights_are_not_kept(cpu_engine, new_weights, recomputed):
+    rig = Rig(cpu_engine(), keeps_generated=True)
+    request_id = rig.add(PROMPT, num_tokens_to_generate=60)
+    for _ in range(20):
+        rig.step()
+    new_weights()
+    rig.update()
+    rig.run()
+    skipped, (history, following) = skipped_in_the_next_turn(rig, PROMPT, rig.answers[request_id])
+    assert skipped == 0
+    assert following == recomputed(history, following)
+
+
+@pytest.mark.parametrize("keeps_generated", [False, True])
+def test_random_conversations_give_the_answers_of_a_full_recompute(
+    keeps_generated, cpu_engine, recomputed
+):
+    """Several at once, in a cache that is too small for them, turn after turn."""
+    source = random.Random(11)
+    rig = Rig(
+        cpu_engine(buffer_size_gb=64 * BLOCK * 8192 / 2**30, max_requests=8),
+        keeps_generated=keeps_generated,
+    )
+    histories = [[source.randrange(32, 120) for _ in range(30 + 9 * n)] for n in range(5)]
+    for _ in range(4):
+        ids = {rig.add(h, num_tokens_to_generate=12): n for n, h in enumerate(histories)}
+        rig.run()
+        for request_id, n in ids.items():
+            answer = rig.answers[request_id]
+            assert answer == recomputed(histories[n], answer)
+            addition = [source.randrange(32, 120) for _ in range(source.randrange(5, 25))]
+            histories[n] = histories[n] + answer + addition
+
+
 # --- events --------------------------------------------------------------------------------------
 
 
@@ -216,7 +282,10 @@ class Listener:
 
 @pytest.mark.parametrize("eviction", ["lru", "ref_zero"])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_events_tell_the_engines_table_whatever_happens(eviction, chunked, cpu_engine):
+@pytest.mark.parametrize("keeps_generated", [False, True])
+def test_events_tell_the_engines_table_whatever_happens(
+    eviction, chunked, keeps_generated, cpu_engine
+):
     """A small cache under random load, with epochs, resets and resynchronisations in between."""
     from megatron.core.inference.config import PrefixCachingEvictionPolicy
 
@@ -227,13 +296,14 @@ def test_events_tell_the_engines_table_whatever_happens(eviction, chunked, cpu_e
         prefix_caching_eviction_policy=PrefixCachingEvictionPolicy(eviction),
         **({"max_tokens": 96} if chunked else {}),
     )
-    rig, listener, source = Rig(engine), Listener(), random.Random(3)
+    rig = Rig(engine, keeps_generated=keeps_generated)
+    listener, source = Listener(), random.Random(3)
     roots = [[source.randrange(32, 120) for _ in range(80)] for _ in range(4)]
     for round_ in range(60):
         if len(engine.requests) < 4:
             prompt = source.choice(roots)[: source.randrange(10, 80)]
             prompt = prompt + [source.randrange(32, 120) for _ in range(source.randrange(60))]
-            rig.add(prompt, num_tokens_to_generate=source.randrange(1, 6))
+            rig.add(prompt, num_tokens_to_generate=source.randrange(1, 25))
         rig.step()
         listener.hear(rig.cache.events())
         assert listener.held == table(rig), f"round {round_}"

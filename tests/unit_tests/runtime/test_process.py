@@ -266,22 +266,24 @@ def test_it_leaves_its_decisions_in_a_file(orphan_to_be, tmp_path):
                 assert client.hear(m.Reply) == m.Reply(number, b"body")
         coordinator.stop()
         assert coordinator.process.exitcode == 0
-    assert json.loads(path.read_text()) == {
-        "policy": "longest_prefix",
-        "cost_policy": "relative_load_weighted",
-        "data_parallel_size": 1,
-        "num_requests": 3,
-        "records": [
-            record(0, num_hashes=2, prompt_tokens=10),
-            record(1, num_hashes=2, prompt_tokens=10, predicted_tokens=8, cached_tokens=6),
-            record(2, num_hashes=0, prompt_tokens=-1),
-        ],
-    }
-
-
-def record(request_id: int, **values: int) -> dict[str, int]:
-    usual = {"rank_index": 0, "predicted_tokens": 0, "cached_tokens": 0}
-    return {"request_id": request_id} | usual | values
+    schedule = json.loads(path.read_text())
+    released = ("policy", "data_parallel_size", "num_requests")
+    assert [schedule[key] for key in released] == ["longest_prefix", 1, 3]
+    assert schedule["cost_policy"] == "relative_load_weighted"
+    assert schedule["weight_epoch"] == 0
+    assert list(schedule["accuracy"]) == ["0"]
+    keys = ("request_id", "rank_index", "num_hashes")
+    assert [[r[key] for key in keys] for r in schedule["records"]] == [
+        [0, 0, 2],
+        [1, 0, 2],
+        [2, 0, 0],
+    ]
+    keys = ("prompt_tokens", "predicted_tokens", "cached_tokens")
+    assert [[r[key] for key in keys] for r in schedule["records"]] == [
+        [10, 0, 0],
+        [10, 8, 6],
+        [-1, 0, 0],
+    ]
 
 
 def test_it_ends_with_its_parent(orphan_to_be):

@@ -126,20 +126,26 @@ def test_a_device_that_is_none_is_refused(parsed, capsys):
 )
 def test_a_value_out_of_range_stops_the_start_with_one_sentence(parsed, flags, sentence):
     with pytest.raises(SettingsError) as error:
-        tool._check(parsed(*flags))
+        tool._check(parsed(*flags), rank=0)
     assert str(error.value) == sentence
 
 
 @pytest.mark.parametrize("flags", [[], ["--port", "0"], ["--port", "65535"]])
 def test_what_is_in_range_is_taken(parsed, flags):
-    tool._check(parsed(*flags))
+    tool._check(parsed(*flags), rank=0)
 
 
 def test_the_addresses_of_an_earlier_run_are_removed_before_anything_starts(parsed, tmp_path):
     url_file = tmp_path / "urls.json"
     url_file.write_text("old")
-    tool._check(parsed("--url-file", str(url_file)))
+    tool._check(parsed("--url-file", str(url_file)), rank=1)
+    assert url_file.exists()  # the first rank's business
+    tool._check(parsed("--url-file", str(url_file)), rank=0)
     assert not url_file.exists()
+
+
+def test_other_machines_need_no_folder_for_the_url_file(parsed):
+    tool._check(parsed("--url-file", "/no/such/folder/urls.json"), rank=8)
 
 
 # --- the device ----------------------------------------------------------------------------------

@@ -116,6 +116,14 @@ class RoutingSettings:
         ),
     )
 
+    generated_tokens: bool = field(
+        default=False,
+        metadata=_about(
+            "Engines also keep the blocks that a request generated, so that the next turn does "
+            "not compute the answer again; needs lru eviction.",
+        ),
+    )
+
     def __post_init__(self):
         for name, kind in _KINDS.items():
             object.__setattr__(self, name, _converted(name, kind, getattr(self, name)))
@@ -177,6 +185,8 @@ def unused_options(settings: RoutingSettings) -> list[str]:
 
 def _converted(name: str, kind: type, value: Any) -> Any:
     option = options()[name]
+    if kind is bool and not isinstance(value, bool):
+        raise SettingsError(f"{flag(name)} is {value!r}; it must be True or False")
     number = "a whole number" if kind is int else "a number"
     try:
         result = kind(value)

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.inference.engines.dynamic_engine import EngineState
 
 from megatron.core.inference.coordinator import messages as m
-from megatron.core.inference.coordinator.hashing import rekeyed
+from megatron.core.inference.coordinator.hashing import block_hashes, rekeyed
 from megatron.core.inference.coordinator.runtime.kv_reporter import KvReporter
 
 
@@ -16,12 +16,14 @@ class Found:
     """What one request found in the cache.
 
     Attributes:
+        request: The engine's request, once it is known.
         key_epoch: Weight epoch of the keys that its blocks are looked up and registered under.
         skipped: Prompt tokens whose prefill was skipped.
         event_number: How many cache events there had been when it was scheduled; -1 before.
     """
 
     key_epoch: int
+    request: Any = None
     skipped: int = 0
     event_number: int = -1
 
@@ -31,23 +33,27 @@ class EngineCache:
 
     Args:
         context: The engine's context.
+        keeps_generated: Whether the blocks that requests generate are cached as well.
 
     Attributes:
         found: What each request of the engine found, by request id.
         epoch: The weight epoch in force.
     """
 
-    def __init__(self, context: Any):
+    def __init__(self, context: Any, *, keeps_generated: bool = False):
         self.epoch = 0
         self.found: dict[int, Found] = {}
         self._context = context
         self._reporter = KvReporter(context) if context.enable_prefix_caching else None
         self._add_request = type(context).add_request
         context.add_request = self._add_and_note
+        if keeps_generated and self._reporter is not None:
+            self._release = context.release_memory_blocks_from_request_indexes
+            context.release_memory_blocks_from_request_indexes = self._keep_and_release
 
     def take(self, request: Any) -> None:
         """A request is new in the engine: give its hashes the keys of the present epoch."""
-        self.found[request.request_id] = Found(self.epoch)
+        self.found[request.request_id] = Found(self.epoch, request)
         request.precomputed_block_hashes = rekeyed(request.precomputed_block_hashes, self.epoch)
 
     def leave(self, request_id: int) -> Found:
@@ -90,6 +96,40 @@ class EngineCache:
         before = context.prefix_cache_prefill_skipped_tokens
         self._add_request(context, request, *args, **kwargs)
         found.skipped += context.prefix_cache_prefill_skipped_tokens - before
+
+    def _keep_and_release(self, rows: Any) -> None:
+        """The context's release of blocks; what was generated stays to be found, as prompts do.
+
+        At this point the forward pass of the step is through, and its sampled token is not part
+        of the request yet: every token of the request has its KV. A request whose weights were
+        updated on the way is left out, since its KV is of both epochs.
+        """
+        for row, request_id in zip(
+            rows.tolist(), self._context.request_ids[rows].tolist(), strict=True
+        ):
+            found = self.found.get(request_id)
+            if found is not None and found.request is not None and found.key_epoch == self.epoch:
+                self._keep_generated(row, found.request)
+        self._release(rows)
+
+    def _keep_generated(self, row: int, request: Any) -> None:
+        context, size = self._context, self._context.block_size_tokens
+        computed = int(context.request_kv_length_offsets[row] + context.request_query_lengths[row])
+        tokens = [*request.prompt_tokens.tolist(), *request.generated_tokens][:computed]
+        known = len(request.precomputed_block_hashes)
+        if len(tokens) // size <= known or known != len(request.prompt_tokens) // size:
+            return
+        keys = rekeyed(block_hashes(tokens, size), self.epoch)
+        registered = context.kv_block_allocator.kv_hash_to_block_id
+        new = [n for n in range(known, len(keys)) if keys[n] not in registered]
+        blocks = context.request_to_kv_block_ids[row].tolist()
+        assert self._reporter is not None
+        self._reporter.key_epoch = self.epoch
+        context.kv_block_allocator.register_kv_block_hashes(
+            [blocks[n] for n in new],
+            [keys[n] for n in new],
+            [keys[n - 1] if n else 0 for n in new],
+        )
 
 
 def _without_blocks(engine: Any) -> Iterator[Any]:

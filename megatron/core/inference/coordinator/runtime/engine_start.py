@@ -31,6 +31,8 @@ from megatron.core.inference.coordinator.settings import (
     PROTOCOL_VERSION,
     CoordinatorSettings,
     RoutingSettings,
+    SettingsError,
+    flag,
 )
 
 _REGISTER_SECONDS = 300.0
@@ -66,7 +68,7 @@ async def start_listening_to_data_parallel_coordinator(
         CoordinatorDied: It did not come up, or did not take the registration; says why.
     """
     host = hostname or job_address()
-    end = self._prefix_routing = EngineEnd(EngineCache(self.context))
+    end = self._prefix_routing = EngineEnd(_cache_of(self))
     self.zmq_context = zmq.Context()
     self.zmq_sockets = []
     self._pending_signals.clear()
@@ -96,6 +98,16 @@ async def start_listening_to_data_parallel_coordinator(
         self.run_engine_with_coordinator(loop=loop)
     )
     return address
+
+
+def _cache_of(engine: Any) -> EngineCache:
+    keeps = routing_settings().generated_tokens
+    if keeps and engine.num_speculative_tokens:
+        raise SettingsError(
+            "generated tokens cannot be kept with speculative decoding, whose drafts have KV as "
+            f"well; leave out {flag('generated_tokens')}"
+        )
+    return EngineCache(engine.context, keeps_generated=keeps)
 
 
 def _process_settings(

@@ -1,0 +1,180 @@
+#!/usr/bin/env python3
+r"""Measure how well the coordinator knows what engines cache, under pressure on the cache.
+
+Real engines (the built-in model, on the CPU) run in this process under a real coordinator. Many
+multi-turn sessions that share a system prompt are held, several requests in flight at once, with
+room in the cache for a share of all that the sessions fill. For each reply the coordinator compares
+the prefill that it predicted with what the engine really skipped.
+
+    python tools/measure_prediction.py                       all variants: 5 minutes or so
+    python tools/measure_prediction.py --variants events/lru --shares 10
+
+Columns: wrong, mean and worst are of replies outside the window (errors in tokens of prefill); a
+reply is in the window when its prompt's cached blocks changed between its routing and its
+scheduling, which only events can show. `history` switches events off. docs/measurements.md has the
+figures and what they mean.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from measure_engines import BLOCK, answer, engine_factory, served, tracking
+
+VARIANTS = ("events/lru", "events/ref_zero", "history/lru", "history/ref_zero")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one variant gave; errors in tokens, of replies outside the window."""
+
+    variant: str
+    share: int
+    blocks: int
+    replies: int
+    skip_rate: float
+    in_window: float
+    wrong: int
+    mean_error: float
+    worst_error: int
+    seconds: float
+
+
+class Sessions:
+    """Multi-turn sessions whose lengths and own words are fixed by a seed.
+
+    Args:
+        options: `sessions`, `turns`, `in_flight`, `think` and `seed` of the flags.
+    """
+
+    SHARED, ANSWER = 64, 8
+
+    def __init__(self, options: argparse.Namespace):
+        rng = random.Random(options.seed)
+        self.in_flight = options.in_flight
+        self.system = rng.choices(range(32, 127), k=self.SHARED)
+        self.said = [
+            [rng.choices(range(32, 127), k=rng.randint(16, 56)) for _ in range(options.turns)]
+            for _ in range(options.sessions)
+        ]
+        self.pauses = [
+            [rng.expovariate(1 / options.think) for _ in session] for session in self.said
+        ]
+
+    @property
+    def working_set(self) -> int:
+        """Blocks that all sessions fill, what they share counted once."""
+        shared = self.SHARED // BLOCK
+        ends = [self.SHARED + sum(map(len, s)) + self.ANSWER * len(s) for s in self.said]
+        return shared + sum(-(-end // BLOCK) - shared for end in ends)
+
+    async def hold(self, client: Any) -> None:
+        """Hold all of them at the same time, with `in_flight` requests at once."""
+        places = asyncio.Semaphore(self.in_flight)
+        await asyncio.gather(*(self._one(client, n, places) for n in range(len(self.said))))
+
+    async def _one(self, client: Any, number: int, places: asyncio.Semaphore) -> None:
+        prompt = list(self.system)
+        for pause, words in zip(self.pauses[number], self.said[number], strict=True):
+            await asyncio.sleep(pause)
+            prompt += words
+            async with places:
+                prompt += await answer(client, prompt, self.ANSWER)
+
+
+def measure(make: Callable, options: argparse.Namespace, variant: str, share: int) -> Figures:
+    """Hold the sessions once, on fresh engines."""
+    sessions = Sessions(options)
+    kind, eviction = variant.split("/")
+    blocks = sessions.working_set * share // 100 // options.engines
+
+    async def run(schedule: Path) -> None:
+        engines = [make(blocks, eviction, options.in_flight) for _ in range(options.engines)]
+        async with served(engines, schedule) as client:
+            await sessions.hold(client)
+
+    began = time.perf_counter()
+    with tracking(kind), tempfile.TemporaryDirectory() as folder:
+        asyncio.run(run(schedule := Path(folder) / "schedule.json"))
+        records = json.loads(schedule.read_text())["records"]
+    return figures(records, variant, share, blocks, time.perf_counter() - began)
+
+
+def figures(
+    records: Sequence[dict], variant: str, share: int, blocks: int, seconds: float
+) -> Figures:
+    """The figures of one run, from the coordinator's schedule file."""
+    outside = [r for r in records if not r["in_window"]]
+    errors = [abs(r["predicted_tokens"] - r["cached_tokens"]) for r in outside]
+    prompts = sum(r["prompt_tokens"] for r in records)
+    return Figures(
+        variant=variant,
+        share=share,
+        blocks=blocks,
+        replies=len(records),
+        skip_rate=round(sum(r["cached_tokens"] for r in records) / prompts, 4),
+        in_window=round(1 - len(outside) / len(records), 4),
+        wrong=sum(error > 0 for error in errors),
+        mean_error=round(sum(errors) / max(1, len(errors)), 2),
+        worst_error=max(errors, default=0),
+        seconds=round(seconds, 1),
+    )
+
+
+def table(rows: Sequence[Figures]) -> str:
+    """The figures for a terminal."""
+    head = "tracking/eviction  cache  blocks  replies   skip  in window  wrong   mean  worst"
+    lines = [
+        f"{r.variant:<18} {r.share:>4} % {r.blocks:>7} {r.replies:>8} {r.skip_rate:>6.1%} "
+        f"{r.in_window:>10.2%} {r.wrong:>6} {r.mean_error:>6.1f} {r.worst_error:>6}"
+        for r in rows
+    ]
+    return "\n".join([head, *lines])
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    number = {"type": int, "metavar": "N"}
+    parser.add_argument("--sessions", default=48, help="default %(default)s", **number)
+    parser.add_argument("--turns", default=5, help="of each session; %(default)s", **number)
+    parser.add_argument("--in-flight", default=4, help="requests at once; %(default)s", **number)
+    parser.add_argument("--engines", default=1, help="they share the cache; %(default)s", **number)
+    parser.add_argument(
+        "--think", type=float, default=1.0, metavar="S", help="mean pause before a turn; 1 s"
+    )
+    parser.add_argument(
+        "--shares", nargs="+", default=[100, 50, 10], help="cache, %% of the working set", **number
+    )
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--seed", default=1, help="default %(default)s", **number)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Measure and show."""
+    options = parse_args()
+    make = engine_factory()
+    rows = []
+    for variant in options.variants:
+        for share in options.shares:
+            rows.append(measure(make, options, variant, share))
+            print(f"{variant} at {share} %: {rows[-1].seconds} s", file=sys.stderr)
+    print(table(rows))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
