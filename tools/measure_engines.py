@@ -6,6 +6,7 @@ The built-in model on the CPU, one thread, blocks of 16 tokens.
 import asyncio
 import contextlib
 import os
+import sys
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -37,9 +38,10 @@ def engine_factory() -> Callable[[int, str, int], Any]:
     from megatron.core.inference.coordinator.runtime import fork_server, model
 
     fork_server.warm_up()
-    args = model.parse(argv=model.BUILT_IN_MODEL)
-    model.initialize(args)
-    weights, tokenizer = model.build_model(args), model.build_tokenizer(args)
+    with contextlib.redirect_stdout(sys.stderr):  # Megatron tells of its defaults
+        args = model.parse(argv=model.BUILT_IN_MODEL)
+        model.initialize(args)
+        weights, tokenizer = model.build_model(args), model.build_tokenizer(args)
 
     def make(blocks: int, eviction: str, max_requests: int) -> Any:
         config = model.build_inference_config(

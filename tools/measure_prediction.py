@@ -29,6 +29,7 @@ from typing import Any
 
 from measure_engines import BLOCK, answer, engine_factory, served, tracking
 
+_LETTERS = range(32, 127)
 VARIANTS = ("events/lru", "events/ref_zero", "history/lru", "history/ref_zero")
 
 
@@ -48,46 +49,60 @@ class Figures:
     seconds: float
 
 
+class Turn:
+    """One turn of a session: what is said, how long the answer is, and when the next one comes."""
+
+    def __init__(self, rng: random.Random, answer: int):
+        self.words = rng.choices(_LETTERS, k=rng.randint(16, 56))
+        self.answer = rng.randint(answer // 5, 2 * answer)
+        self.pause = rng.expovariate(1)
+        self.last_before_pause = rng.random() < 0.5
+
+
 class Sessions:
     """Multi-turn sessions whose lengths and own words are fixed by a seed.
 
+    As an agent does, a session sends a few turns one right after the other, then pauses; it queues
+    for a place among those in flight when it comes back.
+
     Args:
-        options: `sessions`, `turns`, `in_flight`, `think` and `seed` of the flags.
+        options: `sessions`, `turns`, `answer`, `in_flight`, `think` and `seed` of the flags.
     """
 
-    SHARED, ANSWER = 64, 8
+    SHARED = 64
 
     def __init__(self, options: argparse.Namespace):
         rng = random.Random(options.seed)
-        self.in_flight = options.in_flight
-        self.system = rng.choices(range(32, 127), k=self.SHARED)
-        self.said = [
-            [rng.choices(range(32, 127), k=rng.randint(16, 56)) for _ in range(options.turns)]
+        self.in_flight, self.think = options.in_flight, options.think
+        self.system = rng.choices(_LETTERS, k=self.SHARED)
+        self.turns = [
+            [Turn(rng, options.answer) for _ in range(options.turns)]
             for _ in range(options.sessions)
-        ]
-        self.pauses = [
-            [rng.expovariate(1 / options.think) for _ in session] for session in self.said
         ]
 
     @property
     def working_set(self) -> int:
         """Blocks that all sessions fill, what they share counted once."""
         shared = self.SHARED // BLOCK
-        ends = [self.SHARED + sum(map(len, s)) + self.ANSWER * len(s) for s in self.said]
+        ends = [self.SHARED + sum(len(t.words) + t.answer for t in turns) for turns in self.turns]
         return shared + sum(-(-end // BLOCK) - shared for end in ends)
 
     async def hold(self, client: Any) -> None:
         """Hold all of them at the same time, with `in_flight` requests at once."""
         places = asyncio.Semaphore(self.in_flight)
-        await asyncio.gather(*(self._one(client, n, places) for n in range(len(self.said))))
+        await asyncio.gather(*(self._one(client, turns, places) for turns in self.turns))
 
-    async def _one(self, client: Any, number: int, places: asyncio.Semaphore) -> None:
-        prompt = list(self.system)
-        for pause, words in zip(self.pauses[number], self.said[number], strict=True):
-            await asyncio.sleep(pause)
-            prompt += words
+    async def _one(self, client: Any, turns: list[Turn], places: asyncio.Semaphore) -> None:
+        prompt, rest = list(self.system), list(turns)
+        while rest:
+            await asyncio.sleep(rest[0].pause * self.think)
             async with places:
-                prompt += await answer(client, prompt, self.ANSWER)
+                while rest:
+                    turn = rest.pop(0)
+                    prompt += turn.words
+                    prompt += await answer(client, prompt, turn.answer)
+                    if turn.last_before_pause:
+                        break
 
 
 def measure(make: Callable, options: argparse.Namespace, variant: str, share: int) -> Figures:
@@ -145,9 +160,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    number = {"type": int, "metavar": "N"}
-    parser.add_argument("--sessions", default=48, help="default %(default)s", **number)
-    parser.add_argument("--turns", default=5, help="of each session; %(default)s", **number)
+    number: dict[str, Any] = {"type": int, "metavar": "N"}
+    parser.add_argument("--sessions", default=40, help="default %(default)s", **number)
+    parser.add_argument("--turns", default=6, help="of each session; %(default)s", **number)
+    parser.add_argument("--answer", default=20, help="mean tokens; default %(default)s", **number)
     parser.add_argument("--in-flight", default=4, help="requests at once; %(default)s", **number)
     parser.add_argument("--engines", default=1, help="they share the cache; %(default)s", **number)
     parser.add_argument(

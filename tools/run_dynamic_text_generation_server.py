@@ -12,16 +12,13 @@ import argparse
 import asyncio
 import contextlib
 import io
-import json
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 # A fork server's child runs this file again: nothing heavy may be imported up here.
 
@@ -98,28 +95,6 @@ def add_server_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return add_prefix_routing_args(parser)
 
 
-@dataclass(slots=True)
-class _Setup:
-    """A rank, ready to serve."""
-
-    args: argparse.Namespace
-    settings: Any
-    engine: Any
-    rank: int
-
-    @property
-    def hosts_front_ends(self) -> bool:
-        return self.rank == 0 or self.args.frontend_on_all_ranks
-
-    @property
-    def replicas(self) -> str:
-        return _count(self.args.data_parallel_size, "replica")
-
-    def say(self, text: str) -> None:
-        if self.rank == 0:
-            print(f"[server] {text}", flush=True)
-
-
 def _quiet() -> None:
     """Keep the log to what an operator needs: imports of megatron-core print dozens of lines."""
     warnings.simplefilter("ignore")
@@ -146,12 +121,13 @@ def _choose_device(argv: list[str]) -> None:
             sys.exit("--device cuda, but torch finds no GPU; use --device cpu")
 
 
-def _build(argv: list[str], rank: int) -> _Setup:
+def _build(argv: list[str], rank: int) -> Any:
     """Everything before the first message: arguments, process groups, model, engine."""
     from megatron.core.inference.coordinator import patch
     from megatron.core.inference.coordinator.arguments import routing_settings_from_args
     from megatron.core.inference.coordinator.runtime import fork_server
     from megatron.core.inference.coordinator.runtime import model as models
+    from megatron.core.inference.coordinator.runtime.serving import Setup
 
     built_in = not any(arg.split("=")[0] in ("--load", "--num-layers") for arg in argv)
     defaults = {
@@ -174,7 +150,7 @@ def _build(argv: list[str], rank: int) -> _Setup:
 
     import torch
 
-    setup = _Setup(args, settings, None, torch.distributed.get_rank())
+    setup = Setup(args, settings, None, torch.distributed.get_rank())
     setup.say("building the built-in GPT (random weights)" if built_in else "building the model")
     model = models.build_model(args)
     if args.load is not None:
@@ -227,166 +203,17 @@ def _check(args: argparse.Namespace, rank: int) -> None:
             raise SettingsError(f"{flag} is {port}; give a port from 0 to 65535")
 
 
-class Server:
-    """One rank's life: startup, main loop, shutdown."""
-
-    def __init__(self, setup: _Setup):
-        self._setup = setup
-        self._stopping = asyncio.Event()
-
-    async def serve(self, on_stop: Callable[[Callable[[], None]], None]) -> None:
-        """Serve until a signal comes or the engine ends.
-
-        Args:
-            on_stop: Registers what a signal calls.
-
-        Raises:
-            Exception: Whatever ended the engine, e.g. that the coordinator died.
-        """
-        loop = asyncio.get_running_loop()
-        on_stop(lambda: self._begin_to_stop(loop))
-        try:
-            await self.startup()
-            await self.main_loop()
-        finally:
-            await self.shutdown()
-
-    async def startup(self) -> None:
-        """Coordinator, registration, front ends; then tell where they are."""
-        setup, args = self._setup, self._setup.args
-        setup.say(f"waiting for the coordinator, and for {setup.replicas} to register")
-        address = await setup.engine.start_listening_to_data_parallel_coordinator(
-            args.inference_coordinator_port,
-            hostname=args.inference_coordinator_host,
-            coordinator_schedule_output_path=args.coordinator_schedule_output,
-        )
-        url, failure = await asyncio.to_thread(self._try_to_start_front_ends, address)
-        urls = await asyncio.to_thread(_gather, url, failure)
-        if setup.rank == 0:
-            self._announce(urls)
-
-    async def main_loop(self) -> None:
-        """The engine's loop runs as a task; wait for it, or for a signal."""
-        stopping = asyncio.create_task(self._stopping.wait())
-        engine = self._setup.engine.engine_loop_task
-        await asyncio.wait({stopping, engine}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if engine.done() and not engine.cancelled():
-            engine.result()
-
-    async def shutdown(self) -> None:
-        """Front ends first, so that nothing new comes; then the engine, then the coordinator."""
-        from megatron.core.inference.coordinator.runtime.http import stop_text_gen_server
-
-        self._setup.say("stopping")
-        await asyncio.to_thread(stop_text_gen_server)
-        engine = self._setup.engine
-        task = getattr(engine, "engine_loop_task", None)
-        if task is not None and not task.done():
-            task.cancel()
-            await asyncio.wait({task})
-        end = getattr(engine, "_prefix_routing", None)
-        if end is not None and end.process is not None:
-            await asyncio.to_thread(end.process.stop)
-
-    def _begin_to_stop(self, loop: asyncio.AbstractEventLoop) -> None:
-        end = getattr(self._setup.engine, "_prefix_routing", None)
-        if end is not None:
-            end.ending = True
-        with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended already
-            loop.call_soon_threadsafe(self._stopping.set)
-
-    def _try_to_start_front_ends(self, address: str) -> tuple[str | None, Exception | None]:
-        try:
-            return self._start_front_ends(address), None
-        except Exception as failure:
-            return None, failure
-
-    def _start_front_ends(self, coordinator_address: str) -> str | None:
-        from megatron.core.inference.coordinator.runtime.addresses import job_address
-        from megatron.core.inference.coordinator.runtime.http import start_text_gen_server
-
-        setup, args = self._setup, self._setup.args
-        if not setup.hosts_front_ends:
-            return None
-        count = args.frontend_replicas
-        if count == -1:
-            count = 4 if args.frontend_on_all_ranks else max(args.data_parallel_size, 4)
-        everywhere = " on every rank" if args.frontend_on_all_ranks else ""
-        setup.say(f"starting {_count(count, 'HTTP front end')}{everywhere}")
-        url = start_text_gen_server(
-            coordinator_address,
-            setup.engine.controller.tokenizer,
-            setup.rank,
-            0 if args.frontend_on_all_ranks else args.port,
-            parsers=args.parsers,
-            verbose=args.inference_text_gen_server_logging,
-            num_replicas=count,
-            hostname=args.host,
-            model_name=args.model_name,
-            vocab_size=setup.engine.controller.vocab_size,
-        )
-        if args.host in ("0.0.0.0", "::"):  # all interfaces: name the one that others can reach
-            reachable = args.inference_coordinator_host or job_address()
-            url = f"http://{reachable}:{urlsplit(url).port}"
-        return url
-
-    def _announce(self, urls: list[str]) -> None:
-        from megatron.core.inference.coordinator.settings import unused_options
-
-        setup, routing = self._setup, self._setup.settings
-        caching = setup.args.inference_dynamic_batching_enable_prefix_caching
-        policy = routing.coordinator_policy.value if caching else "load_balanced"
-        weighed = f" weighed by {routing.cost_policy.value}" if policy != "load_balanced" else ""
-        setup.say(f"ready: {setup.replicas}, {policy}{weighed}")
-        for note in unused_options(routing):
-            setup.say(f"note: {note}")
-        for url in urls:
-            setup.say(f"serving at {url}/v1")
-        setup.say("try:")
-        body = json.dumps({"model": setup.args.model_name, "prompt": "Hello", "max_tokens": 16})
-        print(
-            f"  curl {urls[0]}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
-            flush=True,
-        )
-        if setup.args.url_file is not None:
-            partial = setup.args.url_file.with_suffix(".partial")
-            partial.write_text(json.dumps({"urls": urls}) + "\n")
-            partial.replace(setup.args.url_file)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _gather(url: str | None, failure: Exception | None) -> list[str]:
-    """Every rank's base URL, in the order of ranks.
-
-    Raises:
-        Exception: This rank's own failure.
-        SystemExit: Another rank failed, which tells why itself.
-    """
-    import torch
-
-    gathered: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, (url, failure is not None))
-    if failure is not None:
-        raise failure
-    if any(failed for _, failed in gathered):
-        sys.exit(1)
-    return [each for each, _ in gathered if each is not None]
-
-
 def main(argv: list[str]) -> None:
     """Serve until told to stop."""
     _quiet()
     _choose_device(argv)
+    from megatron.core.inference.coordinator.runtime import serving
     from megatron.core.inference.coordinator.runtime.stop_signal import StopSignal
 
     stop_signal = StopSignal()
     rank = int(os.environ.get("RANK", "0"))
     try:
-        asyncio.run(Server(_build(argv, rank)).serve(stop_signal.on_stop))
+        asyncio.run(serving.Server(_build(argv, rank)).serve(stop_signal.on_stop))
     except _expected_errors() as error:
         text = error.strerror if isinstance(error, OSError) and error.strerror else error
         sys.exit(f"[rank {rank}] error: {text}")

@@ -15,6 +15,7 @@ from megatron.core.inference.coordinator.settings import (
     SettingsError,
     flag,
     options,
+    shown,
 )
 
 
@@ -29,23 +30,23 @@ def add_prefix_routing_args(parser: argparse.ArgumentParser) -> argparse.Argumen
     """
     group = parser.add_argument_group("prefix-affinity routing")
     for field in fields(RoutingSettings):
-        option, default = options()[field.name], field.default
-        shown = default.value if isinstance(default, Enum) else default
+        option = options()[field.name]
+        default = field.default.value if isinstance(field.default, Enum) else field.default
         limits = f" Must be {option.range_text}." if option.range_text else ""
-        text = f"{option.help}{limits} Default: {shown}."
+        text = f"{option.help}{limits} Default: {shown(field.default)}."
         name = flag(field.name)
         existing = parser._option_string_actions.get(name)
         if existing is not None:
-            existing.default, existing.help = shown, text
-            parser.set_defaults(**{existing.dest: shown})
-        elif isinstance(default, Enum):
-            choices = [member.value for member in type(default)]
-            group.add_argument(name, default=shown, choices=choices, help=text)
+            existing.default, existing.help = default, text
+            parser.set_defaults(**{existing.dest: default})
+        elif isinstance(field.default, Enum):
+            choices = [member.value for member in type(field.default)]
+            group.add_argument(name, default=default, choices=choices, help=text)
         elif isinstance(default, bool):
             action = argparse.BooleanOptionalAction
             group.add_argument(name, default=default, action=action, help=text)
         else:
-            group.add_argument(name, default=shown, type=type(default), help=text)
+            group.add_argument(name, default=default, type=type(default), help=text)
     return parser
 
 

@@ -98,6 +98,7 @@ def test_help_tells_default_and_range(parser):
         "routing_alpha": "no other cost policy reads it. Must be between 0 and 1. Default: 0.5.",
         "ttl_seconds": "Must be 0.001 or more. Default: 300.0.",
         "burst_cap": "0 leaves it to the cost policy. Must be 0 or more. Default: 0.",
+        "generated_tokens": "compute the answer again; needs lru eviction. Default: off.",
     }
     assert {name: text[-len(ends[name]) :] for name, text in texts.items()} == ends
 

@@ -32,6 +32,7 @@ def test_the_defaults():
         "routing_alpha": 0.5,
         "ttl_seconds": 300.0,
         "burst_cap": 0,
+        "generated_tokens": False,
     }
 
 

@@ -22,7 +22,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from megatron.core.inference import coordinator
 from megatron.core.inference.coordinator.arguments import routing_settings_from_args
-from megatron.core.inference.coordinator.runtime import fork_server, http, model, stop_signal
+from megatron.core.inference.coordinator.runtime import (
+    fork_server,
+    http,
+    model,
+    serving,
+    stop_signal,
+)
 from megatron.core.inference.coordinator.settings import SettingsError
 from megatron.training.arguments import add_megatron_arguments
 
@@ -342,7 +348,7 @@ class Life:
         process = SimpleNamespace(stop=lambda: self.did.append("coordinator ended"))
         self.engine = Engine(self.did, process if rank == 0 else None)
         settings = routing_settings_from_args(args)
-        self.setup = tool._Setup(args, settings, self.engine, rank)
+        self.setup = serving.Setup(args, settings, self.engine, rank)
         self.stop: Callable[[], None] | None = None
 
     def start_text_gen_server(self, *args: Any, **options: Any) -> str:
@@ -363,14 +369,14 @@ class Life:
         """Serve; `act` is called once the rank serves, in a thread as a signal would be."""
 
         async def run() -> None:
-            server = tool.Server(self.setup)
-            serving = asyncio.create_task(server.serve(self._on_stop))
-            while "gathered" not in self.did and not serving.done():
+            server = serving.Server(self.setup)
+            task = asyncio.create_task(server.serve(self._on_stop))
+            while "gathered" not in self.did and not task.done():
                 await asyncio.sleep(0.005)
             await asyncio.sleep(0.01)
-            if not serving.done():
+            if not task.done():
                 await asyncio.to_thread(act, self)
-            await asyncio.wait_for(serving, 10)
+            await asyncio.wait_for(task, 10)
 
         asyncio.run(run())
 
@@ -645,7 +651,7 @@ def main(monkeypatch) -> Callable[[BaseException | None], list[str]]:
 
         monkeypatch.setattr(tool, "_quiet", lambda: None)
         monkeypatch.setattr(tool, "_build", build)
-        monkeypatch.setattr(tool, "Server", Server)
+        monkeypatch.setattr(serving, "Server", Server)
         monkeypatch.setattr(stop_signal, "StopSignal", StopSignal)
         tool.main([])
         return did

@@ -156,12 +156,19 @@ def flag(name: str) -> str:
     return "--" + (FLAG_PREFIX + name).replace("_", "-")
 
 
+def shown(default: Any) -> str:
+    """A default as people read it."""
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return str(default.value if isinstance(default, Enum) else default)
+
+
 def markdown_table() -> str:
     """The options as the README shows them."""
     rows = ["| flag | default | what it does |", "| --- | --- | --- |"]
     for f in fields(RoutingSettings):
         option = f.metadata["option"]
-        default = f.default.value if isinstance(f.default, Enum) else f.default
+        default = shown(f.default)
         limits = f" ({option.range_text})" if option.range_text else ""
         short = flag(f.name).removeprefix(flag(""))
         rows.append(f"| `…-{short}` | `{default}`{limits} | {option.help} |")

@@ -1,0 +1,194 @@
+"""A server on one rank: coordinator, engine loop and HTTP front ends, from start to end."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from megatron.core.inference.coordinator.runtime import http
+from megatron.core.inference.coordinator.runtime.addresses import job_address
+from megatron.core.inference.coordinator.settings import RoutingSettings, unused_options
+
+
+@dataclass(slots=True)
+class Setup:
+    """A rank, ready to serve.
+
+    Attributes:
+        args: Megatron's parsed arguments, the server's own among them.
+        settings: How requests are routed.
+        engine: The engine.
+        rank: This process's rank.
+    """
+
+    args: argparse.Namespace
+    settings: RoutingSettings
+    engine: Any
+    rank: int
+
+    @property
+    def hosts_front_ends(self) -> bool:
+        """Whether this rank serves HTTP."""
+        return self.rank == 0 or self.args.frontend_on_all_ranks
+
+    @property
+    def replicas(self) -> str:
+        """How many replicas there are, in words."""
+        return _count(self.args.data_parallel_size, "replica")
+
+    def say(self, text: str) -> None:
+        """Tell the user something, once for all ranks."""
+        if self.rank == 0:
+            print(f"[server] {text}", flush=True)
+
+
+class Server:
+    """One rank's life: startup, main loop, shutdown.
+
+    Args:
+        setup: The rank, ready to serve.
+    """
+
+    def __init__(self, setup: Setup):
+        self._setup = setup
+        self._stopping = asyncio.Event()
+
+    async def serve(self, on_stop: Callable[[Callable[[], None]], None]) -> None:
+        """Serve until a signal comes or the engine ends.
+
+        Args:
+            on_stop: Registers what a signal calls.
+
+        Raises:
+            Exception: Whatever ended the engine, e.g. that the coordinator died.
+        """
+        loop = asyncio.get_running_loop()
+        on_stop(lambda: self._begin_to_stop(loop))
+        try:
+            await self.startup()
+            await self.main_loop()
+        finally:
+            await self.shutdown()
+
+    async def startup(self) -> None:
+        """Coordinator, registration, front ends; then tell where they are."""
+        setup, args = self._setup, self._setup.args
+        setup.say(f"waiting for the coordinator, and for {setup.replicas} to register")
+        address = await setup.engine.start_listening_to_data_parallel_coordinator(
+            args.inference_coordinator_port,
+            hostname=args.inference_coordinator_host,
+            coordinator_schedule_output_path=args.coordinator_schedule_output,
+        )
+        url, failure = await asyncio.to_thread(self._try_to_start_front_ends, address)
+        urls = await asyncio.to_thread(_gather, url, failure)
+        if setup.rank == 0:
+            self._announce(urls)
+
+    async def main_loop(self) -> None:
+        """The engine's loop runs as a task; wait for it, or for a signal."""
+        stopping = asyncio.create_task(self._stopping.wait())
+        engine = self._setup.engine.engine_loop_task
+        await asyncio.wait({stopping, engine}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if engine.done() and not engine.cancelled():
+            engine.result()
+
+    async def shutdown(self) -> None:
+        """Front ends first, so that nothing new comes; then the engine, then the coordinator."""
+        self._setup.say("stopping")
+        await asyncio.to_thread(http.stop_text_gen_server)
+        engine = self._setup.engine
+        task = getattr(engine, "engine_loop_task", None)
+        if task is not None and not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+        end = getattr(engine, "_prefix_routing", None)
+        if end is not None and end.process is not None:
+            await asyncio.to_thread(end.process.stop)
+
+    def _begin_to_stop(self, loop: asyncio.AbstractEventLoop) -> None:
+        end = getattr(self._setup.engine, "_prefix_routing", None)
+        if end is not None:
+            end.ending = True
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended already
+            loop.call_soon_threadsafe(self._stopping.set)
+
+    def _try_to_start_front_ends(self, address: str) -> tuple[str | None, Exception | None]:
+        try:
+            return self._start_front_ends(address), None
+        except Exception as failure:
+            return None, failure
+
+    def _start_front_ends(self, coordinator_address: str) -> str | None:
+        setup, args = self._setup, self._setup.args
+        if not setup.hosts_front_ends:
+            return None
+        count = args.frontend_replicas
+        if count == -1:
+            count = 4 if args.frontend_on_all_ranks else max(args.data_parallel_size, 4)
+        everywhere = " on every rank" if args.frontend_on_all_ranks else ""
+        setup.say(f"starting {_count(count, 'HTTP front end')}{everywhere}")
+        url = http.start_text_gen_server(
+            coordinator_address,
+            setup.engine.controller.tokenizer,
+            setup.rank,
+            0 if args.frontend_on_all_ranks else args.port,
+            parsers=args.parsers,
+            verbose=args.inference_text_gen_server_logging,
+            num_replicas=count,
+            hostname=args.host,
+            model_name=args.model_name,
+            vocab_size=setup.engine.controller.vocab_size,
+        )
+        if args.host in ("0.0.0.0", "::"):  # all interfaces: name the one that others can reach
+            reachable = args.inference_coordinator_host or job_address()
+            url = f"http://{reachable}:{urlsplit(url).port}"
+        return url
+
+    def _announce(self, urls: list[str]) -> None:
+        setup, routing = self._setup, self._setup.settings
+        caching = setup.args.inference_dynamic_batching_enable_prefix_caching
+        policy = routing.coordinator_policy.value if caching else "load_balanced"
+        weighed = f" weighed by {routing.cost_policy.value}" if policy != "load_balanced" else ""
+        setup.say(f"ready: {setup.replicas}, {policy}{weighed}")
+        for note in unused_options(routing):
+            setup.say(f"note: {note}")
+        for url in urls:
+            setup.say(f"serving at {url}/v1")
+        setup.say("try:")
+        body = json.dumps({"model": setup.args.model_name, "prompt": "Hello", "max_tokens": 16})
+        print(
+            f"  curl {urls[0]}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
+            flush=True,
+        )
+        if setup.args.url_file is not None:
+            partial = setup.args.url_file.with_suffix(".partial")
+            partial.write_text(json.dumps({"urls": urls}) + "\n")
+            partial.replace(setup.args.url_file)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _gather(url: str | None, failure: Exception | None) -> list[str]:
+    """Every rank's base URL, in the order of ranks.
+
+    Raises:
+        Exception: This rank's own failure.
+        SystemExit: Another rank failed, which tells why itself.
+    """
+    gathered: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, (url, failure is not None))
+    if failure is not None:
+        raise failure
+    if any(failed for _, failed in gathered):
+        sys.exit(1)
+    return [each for each, _ in gathered if each is not None]
