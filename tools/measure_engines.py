@@ -5,6 +5,7 @@ The built-in model on the CPU, one thread, blocks of 16 tokens.
 
 import asyncio
 import contextlib
+import logging
 import os
 import sys
 import warnings
@@ -29,7 +30,9 @@ async def answer(client: Any, prompt: list[int], length: int) -> list[int]:
 def engine_factory() -> Callable[[int, str, int], Any]:
     """A function of (cache blocks, eviction, max_requests) that makes engines of one model."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    warnings.simplefilter("ignore")  # megatron-core warns a dozen times of what only GPUs have
+    # megatron-core warns a dozen times of what only GPUs have, and tells of its defaults.
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     import torch
 
     torch.set_num_threads(1)
@@ -38,7 +41,7 @@ def engine_factory() -> Callable[[int, str, int], Any]:
     from megatron.core.inference.coordinator.runtime import fork_server, model
 
     fork_server.warm_up()
-    with contextlib.redirect_stdout(sys.stderr):  # Megatron tells of its defaults
+    with contextlib.redirect_stdout(sys.stderr):
         args = model.parse(argv=model.BUILT_IN_MODEL)
         model.initialize(args)
         weights, tokenizer = model.build_model(args), model.build_tokenizer(args)

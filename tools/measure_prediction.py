@@ -6,8 +6,8 @@ multi-turn sessions that share a system prompt are held, several requests in fli
 room in the cache for a share of all that the sessions fill. For each reply the coordinator compares
 the prefill that it predicted with what the engine really skipped.
 
-    python tools/measure_prediction.py                       all variants: 5 minutes or so
-    python tools/measure_prediction.py --variants events/lru --shares 10
+    python tools/measure_prediction.py                       all cases: 5 to 8 minutes
+    python tools/measure_prediction.py --only events/lru:10
 
 Columns: wrong, mean and worst are of replies outside the window (errors in tokens of prefill); a
 reply is in the window when its prompt's cached blocks changed between its routing and its
@@ -30,7 +30,12 @@ from typing import Any
 from measure_engines import BLOCK, answer, engine_factory, served, tracking
 
 _LETTERS = range(32, 127)
-VARIANTS = ("events/lru", "events/ref_zero", "history/lru", "history/ref_zero")
+CASES = [
+    f"{kind}/{eviction}:{share}"
+    for kind in ("events", "history")
+    for eviction in ("lru", "ref_zero")
+    for share in (100, 50, 10)
+]
 
 
 @dataclass(frozen=True)
@@ -81,11 +86,15 @@ class Sessions:
         ]
 
     @property
-    def working_set(self) -> int:
-        """Blocks that all sessions fill, what they share counted once."""
-        shared = self.SHARED // BLOCK
+    def blocks(self) -> list[int]:
+        """Blocks that each of them fills at its end."""
         ends = [self.SHARED + sum(len(t.words) + t.answer for t in turns) for turns in self.turns]
-        return shared + sum(-(-end // BLOCK) - shared for end in ends)
+        return [-(-end // BLOCK) for end in ends]
+
+    @property
+    def working_set(self) -> int:
+        """Blocks that all of them fill, what they share counted once."""
+        return sum(self.blocks) - (len(self.turns) - 1) * (self.SHARED // BLOCK)
 
     async def hold(self, client: Any) -> None:
         """Hold all of them at the same time, with `in_flight` requests at once."""
@@ -110,6 +119,9 @@ def measure(make: Callable, options: argparse.Namespace, variant: str, share: in
     sessions = Sessions(options)
     kind, eviction = variant.split("/")
     blocks = sessions.working_set * share // 100 // options.engines
+    if blocks < max(sessions.blocks):
+        needed = f"the longest session fills {max(sessions.blocks)}"
+        raise SystemExit(f"{share} % leaves an engine {blocks} blocks, and {needed}")
 
     async def run(schedule: Path) -> None:
         engines = [make(blocks, eviction, options.in_flight) for _ in range(options.engines)]
@@ -120,27 +132,23 @@ def measure(make: Callable, options: argparse.Namespace, variant: str, share: in
     with tracking(kind), tempfile.TemporaryDirectory() as folder:
         asyncio.run(run(schedule := Path(folder) / "schedule.json"))
         records = json.loads(schedule.read_text())["records"]
-    return figures(records, variant, share, blocks, time.perf_counter() - began)
+    seconds = round(time.perf_counter() - began, 1)
+    return figures(records, variant=variant, share=share, blocks=blocks, seconds=seconds)
 
 
-def figures(
-    records: Sequence[dict], variant: str, share: int, blocks: int, seconds: float
-) -> Figures:
+def figures(records: Sequence[dict], **case: Any) -> Figures:
     """The figures of one run, from the coordinator's schedule file."""
     outside = [r for r in records if not r["in_window"]]
     errors = [abs(r["predicted_tokens"] - r["cached_tokens"]) for r in outside]
     prompts = sum(r["prompt_tokens"] for r in records)
     return Figures(
-        variant=variant,
-        share=share,
-        blocks=blocks,
         replies=len(records),
         skip_rate=round(sum(r["cached_tokens"] for r in records) / prompts, 4),
         in_window=round(1 - len(outside) / len(records), 4),
         wrong=sum(error > 0 for error in errors),
         mean_error=round(sum(errors) / max(1, len(errors)), 2),
         worst_error=max(errors, default=0),
-        seconds=round(seconds, 1),
+        **case,
     )
 
 
@@ -161,18 +169,22 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     number: dict[str, Any] = {"type": int, "metavar": "N"}
-    parser.add_argument("--sessions", default=40, help="default %(default)s", **number)
+    parser.add_argument("--sessions", default=24, help="default %(default)s", **number)
     parser.add_argument("--turns", default=6, help="of each session; %(default)s", **number)
-    parser.add_argument("--answer", default=20, help="mean tokens; default %(default)s", **number)
+    parser.add_argument("--answer", default=32, help="mean tokens; default %(default)s", **number)
     parser.add_argument("--in-flight", default=4, help="requests at once; %(default)s", **number)
     parser.add_argument("--engines", default=1, help="they share the cache; %(default)s", **number)
     parser.add_argument(
         "--think", type=float, default=1.0, metavar="S", help="mean pause before a turn; 1 s"
     )
     parser.add_argument(
-        "--shares", nargs="+", default=[100, 50, 10], help="cache, %% of the working set", **number
+        "--only",
+        nargs="+",
+        choices=CASES,
+        default=CASES,
+        metavar="CASE",
+        help="tracking/eviction:cache in %% of the working set; default: " + " ".join(CASES),
     )
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--seed", default=1, help="default %(default)s", **number)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     return parser.parse_args(argv)
@@ -183,10 +195,10 @@ def main() -> None:
     options = parse_args()
     make = engine_factory()
     rows = []
-    for variant in options.variants:
-        for share in options.shares:
-            rows.append(measure(make, options, variant, share))
-            print(f"{variant} at {share} %: {rows[-1].seconds} s", file=sys.stderr)
+    for case in options.only:
+        variant, _, share = case.partition(":")
+        rows.append(measure(make, options, variant, int(share)))
+        print(f"{case}: {rows[-1].seconds} s", file=sys.stderr)
     print(table(rows))
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")

@@ -196,6 +196,11 @@ def _check(args: argparse.Namespace, rank: int) -> None:
         if not url_file.parent.is_dir():
             raise SettingsError(f"--url-file {url_file}: there is no folder {url_file.parent}")
         url_file.unlink(missing_ok=True)  # or somebody reads the addresses of an earlier run
+    schedule = args.coordinator_schedule_output
+    if schedule is not None and rank == 0 and not Path(schedule).parent.is_dir():
+        raise SettingsError(
+            f"--coordinator-schedule-output {schedule}: there is no folder {Path(schedule).parent}"
+        )
     for name in ("port", "inference_coordinator_port"):
         port = getattr(args, name)
         if port is not None and not 0 <= port <= 65535:
@@ -215,9 +220,18 @@ def main(argv: list[str]) -> None:
     try:
         asyncio.run(serving.Server(_build(argv, rank)).serve(stop_signal.on_stop))
     except _expected_errors() as error:
+        if isinstance(error, _same_everywhere()) and os.environ.get("LOCAL_RANK", "0") != "0":
+            sys.exit(1)  # the first rank of this machine says it
         text = error.strerror if isinstance(error, OSError) and error.strerror else error
         sys.exit(f"[rank {rank}] error: {text}")
     stop_signal.exit_if_stopped()
+
+
+def _same_everywhere() -> tuple[type[Exception], ...]:
+    """What every rank of a machine finds out for itself."""
+    from megatron.core.inference.coordinator import SettingsError
+
+    return SettingsError, FileNotFoundError
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:

@@ -202,7 +202,7 @@ def test_nonsense_is_logged_once_and_stops_nobody(frames, caplog):
         for _ in range(3):
             hostile.send_multipart(frames)
         round_trip(client, engine)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 0.5
         while live.loop.events.counts.total() < 4 and time.monotonic() < deadline:
             round_trip(client, engine)
     about_it = [r for r in caplog.records if b"hostile".hex() in r.getMessage()]

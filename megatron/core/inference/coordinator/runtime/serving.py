@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from megatron.core.inference.coordinator.runtime import http
+from megatron.core.inference.coordinator.runtime import fork_server, http
 from megatron.core.inference.coordinator.runtime.addresses import job_address
 from megatron.core.inference.coordinator.settings import RoutingSettings, unused_options
 
@@ -112,6 +112,7 @@ class Server:
         end = getattr(engine, "_prefix_routing", None)
         if end is not None and end.process is not None:
             await asyncio.to_thread(end.process.stop)
+        fork_server.end()
 
     def _begin_to_stop(self, loop: asyncio.AbstractEventLoop) -> None:
         end = getattr(self._setup.engine, "_prefix_routing", None)
