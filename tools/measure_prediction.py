@@ -30,12 +30,8 @@ from typing import Any
 from measure_engines import BLOCK, answer, engine_factory, served, tracking
 
 _LETTERS = range(32, 127)
-CASES = [
-    f"{kind}/{eviction}:{share}"
-    for kind in ("events", "history")
-    for eviction in ("lru", "ref_zero")
-    for share in (100, 50, 10)
-]
+VARIANTS = ("events/lru", "events/ref_zero", "history/lru", "history/ref_zero")
+CASES = [f"{variant}:{share}" for variant in VARIANTS for share in (100, 50, 10)]
 
 
 @dataclass(frozen=True)
@@ -80,10 +76,8 @@ class Sessions:
         rng = random.Random(options.seed)
         self.in_flight, self.think = options.in_flight, options.think
         self.system = rng.choices(_LETTERS, k=self.SHARED)
-        self.turns = [
-            [Turn(rng, options.answer) for _ in range(options.turns)]
-            for _ in range(options.sessions)
-        ]
+        numbers = range(options.sessions), range(options.turns)
+        self.turns = [[Turn(rng, options.answer) for _ in numbers[1]] for _ in numbers[0]]
 
     @property
     def blocks(self) -> list[int]:
@@ -177,13 +171,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--think", type=float, default=1.0, metavar="S", help="mean pause before a turn; 1 s"
     )
+    cases = "tracking/eviction:cache in %% of the working set; default: " + " ".join(CASES)
     parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=CASES,
-        default=CASES,
-        metavar="CASE",
-        help="tracking/eviction:cache in %% of the working set; default: " + " ".join(CASES),
+        "--only", nargs="+", choices=CASES, default=CASES, metavar="CASE", help=cases
     )
     parser.add_argument("--seed", default=1, help="default %(default)s", **number)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")

@@ -8,7 +8,7 @@ import sys
 import pytest
 from serving import ROOT
 
-SMALL = "--sessions=18 --turns=3 --answer=24 --in-flight=3 --think=0.1".split()
+SMALL = ["--sessions=18", "--turns=3", "--answer=24", "--in-flight=3", "--think=0.1"]
 REPLIES = 54
 
 
