@@ -108,8 +108,8 @@ def tracking(kind: str) -> Iterator[None]:
 
     before = EngineEnd.tell_events
     if kind == "history":
-        EngineEnd.tell_events = lambda self: None  # type: ignore[method-assign]
+        EngineEnd.tell_events = lambda self: None
     try:
         yield
     finally:
-        EngineEnd.tell_events = before  # type: ignore[method-assign]
+        EngineEnd.tell_events = before

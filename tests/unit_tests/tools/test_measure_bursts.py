@@ -1,4 +1,4 @@
-"""tools/measure_bursts.py without engines: where the core puts equal prompts, and the replica model."""
+"""tools/measure_bursts.py without engines: where equal prompts go, and the replica model."""
 
 import json
 import sys
