@@ -8,8 +8,8 @@ import sys
 import pytest
 from serving import ROOT
 
-SMALL = ["--sessions=18", "--turns=3", "--answer=24", "--in-flight=3", "--think=0.1"]
-REPLIES = 54
+SMALL = ["--sessions=20", "--turns=2", "--answer=24", "--in-flight=3", "--think=0.1"]
+REPLIES = 40
 
 
 def run(folder, *flags: str) -> tuple[str, dict]:
