@@ -134,6 +134,32 @@ def test_events_are_not_kept_where_nobody_routes_on_prefixes():
     assert len(fleet.core.fleet.index) == 0
 
 
+def test_a_prompt_whose_request_lost_its_blocks_counts_as_held_no_more():
+    """The engine evicts a running request for room, and then the blocks that it had."""
+    fleet = trusting(trace=True)
+    fleet.ask(PROMPT)
+    fleet.tell(b"0", told(1, *HASHES))
+    fleet.tell(b"0", told(4, *(-block for block in reversed(HASHES))))
+    assert depth(fleet) == 0
+    fleet.ask(PROMPT)  # with the first still in flight; it will be computed anew
+    assert depth(fleet) == 3
+    reply = m.Answer(1, "COMPLETED", 0, 0, b"", 7)
+    (trace,) = [e for e in fleet.tell(b"0", m.EngineReply((reply,))) if isinstance(e, m.Trace)]
+    assert (trace.predicted_tokens, trace.in_window) == (0, False)
+    fleet.answer(0)
+    assert depth(fleet) == 0
+
+
+def test_a_lost_block_that_is_stored_again_counts_again():
+    fleet = trusting()
+    fleet.ask(PROMPT)
+    fleet.tell(b"0", told(1, *HASHES))
+    fleet.tell(b"0", told(4, -HASHES[2]))
+    assert depth(fleet) == 2
+    fleet.tell(b"0", told(5, HASHES[2]))
+    assert depth(fleet) == 3
+
+
 def test_a_burst_ends_when_its_prompt_is_stored():
     fleet = Fleet(2, burst_cap=8)
     assert [fleet.route(PROMPT) for _ in range(3)] == [0, 0, 0]

@@ -1,10 +1,10 @@
 """What each rank is believed to cache: what its engine says, or the history of its requests.
 
 A request in flight *pins* its blocks: they count as held from its routing on, before the engine
-confirms anything. What else a rank holds is known from its engine's events (`kv_events.py`): the
-blocks *stored*. Where these cannot be believed, or there are none, history has to do: after the
-answer blocks stay, *idle*, for the engine's retention time (`lru` eviction) or go at once
-(`ref_zero`), and never more of them than the engine has room for.
+confirms anything, unless the engine says that it removed them. What else a rank holds is known from
+its engine's events (`kv_events.py`): the blocks *stored*. Where these cannot be believed, or there
+are none, history has to do: after the answer blocks stay, *idle*, for the engine's retention time
+(`lru` eviction) or go at once (`ref_zero`), and never more of them than the engine has room for.
 
 Block hashes are chained, so whoever holds a block held the whole prefix before it. That stays true
 of what is believed: a prompt's blocks become idle last to first, and go in that order, so no block
@@ -21,12 +21,14 @@ from megatron.core.inference.coordinator.kv_events import CLEARED
 class _Table:
     """The blocks of one rank."""
 
-    __slots__ = ("capacity", "dropped", "idle", "pinned", "retention", "stored")
+    __slots__ = ("capacity", "dropped", "idle", "lost", "pinned", "retention", "stored")
 
     def __init__(self, capacity: int | None, retention: float):
         self.pinned: dict[int, int] = {}  # block -> requests in flight that use it
         self.idle: OrderedDict[int, float] = OrderedDict()  # block -> last use, oldest first
         self.stored: set[int] | None = None  # as the engine's events say; None: not believed
+        # Pinned, but the engine says it removed them: of a request that it evicted, say.
+        self.lost: set[int] = set()
         self.capacity = capacity
         self.retention = retention
         self.dropped = False
@@ -50,17 +52,21 @@ class _Table:
                 return
             elif event > 0:
                 self.stored.add(event)
+                self.lost.discard(event)
             else:
                 self.stored.discard(-event)
+                if -event in self.pinned:
+                    self.lost.add(-event)
 
     def depth(self, hashes: Sequence[int]) -> int:
         pinned = self.pinned
+        lost = self.lost
         kept: Collection[int] = self.idle if self.stored is None else self.stored
         low, high = 0, len(hashes)  # hashes[:low] are held; of hashes[low:high] nothing is known
         middle = 1 if high else 0  # most ranks hold nothing of most prompts: ask for the first
         while low < high:
             block = hashes[middle - 1]
-            if block in pinned or block in kept:
+            if (block in pinned and block not in lost) or block in kept:
                 low = middle
             else:
                 high = middle - 1
@@ -74,6 +80,8 @@ class _Table:
             pinned[block] = count + 1
             if not count:
                 idle.pop(block, None)
+        if self.lost:  # whoever is routed here now will have them computed
+            self.lost.difference_update(hashes)
         self._trim()
 
     def unpin(self, hashes: Sequence[int], now: float) -> None:
@@ -85,6 +93,7 @@ class _Table:
                 pinned[block] = count
             else:
                 del pinned[block]
+                self.lost.discard(block)
                 if retained:
                     idle[block] = now
         self._trim()
@@ -174,7 +183,9 @@ class PrefixIndex:
 
     def distrust(self, rank: int) -> None:
         """Go by the history of requests, from now on, until the engine's next clear."""
-        self._tables[rank].stored = None
+        table = self._tables[rank]
+        table.stored = None
+        table.lost.clear()
 
     def depth(self, rank: int, hashes: Sequence[int]) -> int:
         """Blocks of the prompt that a rank holds, counted from the first."""
@@ -220,6 +231,7 @@ class PrefixIndex:
         for table in self._tables.values():
             assert table.pinned == counts[id(table)], "pins differ from the leases that are out"
             assert not table.pinned.keys() & table.idle.keys(), "a block is pinned and idle"
+            assert table.lost <= table.pinned.keys(), "a block is lost that nobody uses"
             assert table.retention or not table.idle, "a block outlived its last request"
             assert table.stored is None or not table.idle, "history beside the engine's word"
             held = len(table.pinned) + len(table.idle)
