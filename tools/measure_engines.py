@@ -12,6 +12,7 @@ import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 BLOCK = 16
 TOKEN_BYTES = 8192
@@ -106,10 +107,6 @@ def tracking(kind: str) -> Iterator[None]:
     """With `history`, engines tell nothing of their caches."""
     from megatron.core.inference.coordinator.runtime.engine_end import EngineEnd
 
-    before = EngineEnd.tell_events
-    if kind == "history":
-        EngineEnd.tell_events = lambda self: None
-    try:
+    silent = mock.patch.object(EngineEnd, "tell_events", lambda self: None)
+    with silent if kind == "history" else contextlib.nullcontext():
         yield
-    finally:
-        EngineEnd.tell_events = before
