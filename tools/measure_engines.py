@@ -107,6 +107,6 @@ def tracking(kind: str) -> Iterator[None]:
     """With `history`, engines tell nothing of their caches."""
     from megatron.core.inference.coordinator.runtime.engine_end import EngineEnd
 
-    silent = mock.patch.object(EngineEnd, "tell_events", lambda self: None)
+    silent = mock.patch.object(EngineEnd, "tell_events")
     with silent if kind == "history" else contextlib.nullcontext():
         yield
