@@ -14,6 +14,7 @@ docs/gpu.md explains the figures. Exit codes: 0 passed, 1 failed, 2 wrong flags 
 """
 
 import argparse
+import importlib.util
 import json
 import logging
 import os
@@ -243,6 +244,13 @@ def _versions() -> dict[str, str | None]:
 def main(argv: list[str]) -> int:
     """Run the check; returns the exit code."""
     args = parse_args(argv)
+    if importlib.util.find_spec("megatron") is None:
+        print(
+            "error: this Python has no megatron-core; run `make setup` and use "
+            ".venv/bin/python, or see docs/gpu.md",
+            file=sys.stderr,
+        )
+        return UNUSABLE
     check = Check(args, Budget(args.budget_seconds))
     warnings.simplefilter("ignore")  # megatron-core warns of each package it can do without
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -182,7 +182,7 @@ def _attention() -> str:
     from megatron.core.inference.coordinator.runtime import cpu_device
 
     ours = attention.flash_attn_varlen_func is cpu_device.flash_attn_varlen_func
-    return "torch (design overrides 4 to 6)" if ours else "flash-attn"
+    return "torch (overrides 4 to 6 of runtime/cpu_device.py)" if ours else "flash-attn"
 
 
 def _time_steps(engine: Any) -> list[tuple[float, bool]]:

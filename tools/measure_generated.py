@@ -6,7 +6,7 @@ tokens once more, as part of its prompt. This counts, on recorded sessions and o
 forgets, the prefill that is skipped when prompt blocks are cached, and when the blocks of prompt
 and answer are.
 
-    python tools/measure_generated.py ../shared/workloads/swebench_gemini3
+    python tools/measure_generated.py FOLDER_OF_A_WORKLOAD
     python tools/measure_generated.py sessions.jsonl.gz --block-sizes 16 64 --json generated.json
 
 A workload is a file of JSON lines (also .gz), or a folder with sessions.jsonl.gz: one session a

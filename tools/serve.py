@@ -20,7 +20,7 @@ def launch(argv: list[str]) -> int:
     """Run the server until it ends; returns the exit code for the shell."""
     parser = argparse.ArgumentParser(
         description="Serve a model on this machine: torchrun with one process a replica.",
-        epilog=f"All other flags go to {TOOL.name}; see its --help.",
+        epilog=f"All other flags go to {TOOL.name}, whose help follows; its own are at the end.",
         allow_abbrev=False,
         add_help=False,
     )

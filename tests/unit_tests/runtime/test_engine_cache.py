@@ -176,6 +176,79 @@ def test_requests_that_wait_while_the_engine_is_suspended_are_rekeyed(
     assert rig.answers[waiting] == recomputed(PROMPT, rig.answers[waiting])
 
 
+class Wire:
+    """A link that brings what it is given, in one drain."""
+
+    def __init__(self, *messages):
+        from megatron.core.inference.coordinator.runtime import wire
+
+        self.waiting = [wire.encode(message) for message in messages]
+
+    def check(self) -> None:
+        """It is always there."""
+
+    def drain(self) -> list:
+        taken, self.waiting = self.waiting, []
+        return taken
+
+    def send(self, message) -> None:
+        """Nobody listens."""
+
+
+def drained(rig: Rig, *messages) -> None:
+    """Let the engine take these messages in one drain."""
+    from megatron.core.inference.coordinator.runtime import engine_step
+    from megatron.core.inference.coordinator.runtime.engine_end import EngineEnd
+
+    end = rig.engine._prefix_routing = EngineEnd(rig.cache)
+    end.link = Wire(*messages)
+    engine_step.schedule_requests(rig.engine)
+
+
+def submitted(request_id: int):
+    from megatron.core.inference.coordinator import messages as m
+    from megatron.core.inference.coordinator.runtime import wire
+
+    return m.EngineRequest(request_id, 0, wire.pack(GREEDY), wire.pack(PROMPT))
+
+
+@pytest.mark.parametrize("first", ["request", "update"])
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_request_sent_in_the_same_drain_as_the_update_is_computed_anew(
+    ours, first, cpu_engine, new_weights, recomputed
+):
+    """The control tells the engine the same, and its cache nothing, as the released one does."""
+    from megatron.core.inference.coordinator import messages as m
+    from megatron.core.inference.coordinator.lifecycle import Signal
+
+    rig = Rig(cpu_engine())
+    rig.ask(PROMPT)
+    new_weights()
+    update = m.Control(Signal.SET_GENERATION_EPOCH, (7, 1 if ours else 0))
+    messages = [submitted(1000), update] if first == "request" else [update, submitted(1000)]
+    drained(rig, *messages)
+    rig.run()
+    answer = rig.answers[1000]
+    assert (answer == recomputed(PROMPT, answer)) is ours
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_rank_that_joins_after_the_update_reuses_nothing_from_before(
+    ours, cpu_engine, new_weights, recomputed
+):
+    from megatron.core.inference.coordinator import messages as m
+    from megatron.core.inference.coordinator.lifecycle import FleetState
+
+    rig = Rig(cpu_engine())
+    rig.ask(PROMPT)
+    new_weights()
+    acknowledgement = m.RegisterAck(1, 1, 3 if ours else 0, FleetState.RUNNING)
+    drained(rig, acknowledgement, submitted(1000))
+    rig.run()
+    answer = rig.answers[1000]
+    assert (answer == recomputed(PROMPT, answer)) is ours
+
+
 @pytest.fixture
 def kv_mode():
     from megatron.core.inference.config import KVCacheManagementMode
