@@ -325,7 +325,10 @@ def test_nothing_stays_when_time_is_over(tmp_path):
         assert all(map(is_running, children))
         with pytest.raises(OutOfTime, match="ready"):
             replicas.ready(Budget(0.2))
-    assert not any(map(is_running, children))
+    deadline = time.monotonic() + 20
+    while any(map(is_running, children)):  # killed; the system collects them when it has time
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 # --- sessions with a client that answers by rote ------------------------------------------------
