@@ -214,6 +214,8 @@ class PrefixIndex:
             if not len(self._dropped[0]):
                 self._dropped.popleft()
         for table in self._tables.values():
+            if budget <= 0:
+                return
             budget -= table.expire(now, budget)
 
     def check_integrity(self, leases: Iterable[Lease]) -> None:
