@@ -4,7 +4,7 @@ READY := .venv/.ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve rollouts test lint format wheel-test clean
+.PHONY: help setup serve rollouts test bench replay claims lint format wheel-test clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,17 @@ rollouts: $(READY)  ## an RL loop on the CPU: rollouts on 2 served replicas, upd
 
 test: $(READY)  ## run all tests
 	@$(PYTHON) -m pytest $(ARGS)
+
+bench: $(READY)  ## measure the coordinator beside the released one (ARGS=--quick: under a minute)
+	@$(PYTHON) tools/bench_coordinator.py $(ARGS)
+
+replay: $(READY)  ## compare routing policies on generated rollouts, in virtual time (a minute)
+	@mkdir -p build
+	@$(PYTHON) -W ignore tools/replay --groups 32 --concurrency 128 --replicas 4 \
+		--html build/replay.html --json build/replay.json $(ARGS)
+
+claims: $(READY)  ## check the reported claims on generated rollouts at 16 replicas (minutes)
+	@$(PYTHON) -W ignore tools/replay --seeds 0,1,2 --claims claims.json $(ARGS)
 
 lint: $(READY)  ## lint, format check and type check
 	@$(PYTHON) -m ruff check .

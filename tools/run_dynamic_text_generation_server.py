@@ -25,10 +25,14 @@ from typing import Any
 _QUIET_LOGGERS = ("torch.utils.cpp_extension", "megatron")
 _OUR_LOGGER = "megatron.core.inference.coordinator"
 
+_KEY_FLAG, _KEY_VARIABLE = "--api-key", "MEGATRON_API_KEY"  # as in runtime/http/access.py
+
 
 def add_server_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the server's own flags and the routing flags to Megatron's parser."""
     from megatron.core.inference.coordinator.arguments import add_prefix_routing_args
+    from megatron.core.inference.coordinator.runtime.http.access import add_http_args
+    from megatron.core.inference.coordinator.runtime.joining import add_joining_args
 
     group = parser.add_argument_group("HTTP server")
     group.add_argument(
@@ -54,7 +58,8 @@ def add_server_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=int,
         default=-1,
         help="HTTP front-end processes, each with its own accept queue on the port; -1 means "
-        "max(DP size, 4), or 4 on each rank with --frontend-on-all-ranks. Default: -1.",
+        "max(DP size, 4), or 4 on each rank with --frontend-on-all-ranks; 0 means none, where the "
+        "job joins a coordinator (--inference-coordinator-address). Default: -1.",
     )
     group.add_argument(
         "--frontend-on-all-ranks",
@@ -72,7 +77,8 @@ def add_server_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--parsers",
         nargs="*",
         default=[],
-        help="megatron-core's response parsers to apply, in order, e.g. json tool_use.",
+        metavar="PARSER",
+        help="megatron-core's response parsers to apply, in order, e.g. qwen3-coder-tool.",
     )
     group.add_argument(
         "--model-name",
@@ -92,7 +98,37 @@ def add_server_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="FILE",
         help="JSON file that gets every routing decision when the server ends.",
     )
-    return add_prefix_routing_args(parser)
+    add_joining_args(parser)
+    return add_prefix_routing_args(add_http_args(parser))
+
+
+def _hide_keys(argv: list[str]) -> None:
+    """Start this process again without API keys on its command line, where everybody reads them.
+
+    Processes that it starts get them through the environment, which is private, or a pipe.
+    """
+    rest, keys = _without_keys(argv)
+    if keys:
+        known = os.environ.get(_KEY_VARIABLE)
+        os.environ[_KEY_VARIABLE] = ",".join([known, *keys] if known else keys)
+        interpreter = sys.orig_argv[: len(sys.orig_argv) - len(argv)]
+        os.execv(sys.executable, [*interpreter, *rest])
+
+
+def _without_keys(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The other arguments, and the keys; what the parser would refuse is left to it."""
+    rest: list[str] = []
+    keys: list[str] = []
+    values = iter(argv)
+    for value in values:
+        flag, equals, key = value.partition("=")
+        if flag != _KEY_FLAG:
+            rest.append(value)
+            continue
+        keys.append(key if equals else next(values, ""))
+        if not keys[-1] or (not equals and keys[-1].startswith("-")):
+            return argv, []
+    return rest, keys
 
 
 def _quiet() -> None:
@@ -144,13 +180,10 @@ def _build(argv: list[str], rank: int) -> Any:
     _check(args, rank)
     settings = routing_settings_from_args(args)
     patch(settings)
-    if rank == 0 or args.frontend_on_all_ranks:
+    setup = Setup(args, settings, None, rank)
+    if (rank == 0 and setup.joins is None) or setup.hosts_front_ends:
         fork_server.warm_up()  # its imports go on while the model is built
     models.initialize(args)
-
-    import torch
-
-    setup = Setup(args, settings, None, torch.distributed.get_rank())
     setup.say("building the built-in GPT (random weights)" if built_in else "building the model")
     model = models.build_model(args)
     if args.load is not None:
@@ -185,12 +218,21 @@ def _check_load(argv: list[str]) -> None:
 
 def _check(args: argparse.Namespace, rank: int) -> None:
     from megatron.core.inference.coordinator import SettingsError
+    from megatron.core.inference.coordinator.runtime.http.access import keys_from_args
+    from megatron.core.inference.coordinator.runtime.http.limits import HttpSettings
+    from megatron.core.inference.coordinator.runtime.joining import check_joining
 
-    if args.frontend_replicas < -1 or args.frontend_replicas == 0:
+    HttpSettings.from_mapping(vars(args))
+    if rank == 0 or args.frontend_on_all_ranks:  # no other rank needs them
+        keys_from_args(args)
+    _check_parsers(args.parsers)
+    joins = args.inference_coordinator_address is not None
+    if args.frontend_replicas < -1 or (args.frontend_replicas == 0 and not joins):
         raise SettingsError(
             f"--frontend-replicas is {args.frontend_replicas}; give 1 or more, or -1 for the "
             "default"
         )
+    check_joining(args)
     url_file = args.url_file
     if url_file is not None and rank == 0:  # which writes it; its folder may be nowhere else
         if not url_file.parent.is_dir():
@@ -206,6 +248,18 @@ def _check(args: argparse.Namespace, rank: int) -> None:
         if port is not None and not 0 <= port <= 65535:
             flag = "--" + name.replace("_", "-")
             raise SettingsError(f"{flag} is {port}; give a port from 0 to 65535")
+
+
+def _check_parsers(names: list[str]) -> None:
+    """Look for them now: an endpoint would fail on every answer."""
+    from megatron.core.tokenizers.text.parsers import PARSER_MAPPING
+
+    from megatron.core.inference.coordinator import SettingsError
+
+    for name in names:
+        if name not in PARSER_MAPPING:
+            known = ", ".join(sorted(PARSER_MAPPING))
+            raise SettingsError(f"--parsers {name}: megatron-core has {known}")
 
 
 def main(argv: list[str]) -> None:
@@ -243,4 +297,5 @@ def _expected_errors() -> tuple[type[Exception], ...]:
 
 
 if __name__ == "__main__":
+    _hide_keys(sys.argv[1:])
     main(sys.argv[1:])

@@ -9,11 +9,13 @@ catches it.
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 
 TOOL = Path(__file__).with_name("run_dynamic_text_generation_server.py")
 _INTERRUPTED = 130
+_JOINS = "--inference-coordinator-address"
 
 
 def launch(argv: list[str]) -> int:
@@ -46,6 +48,8 @@ def launch(argv: list[str]) -> int:
 
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     torchrun = ["--standalone", f"--nproc-per-node={replicas}", "--max-restarts=0"]
+    if any(flag.partition("=")[0] == _JOINS for flag in rest):
+        torchrun += _signals_to_the_processes()
     try:
         run(parse_args([*torchrun, str(TOOL), *rest]))
     except SignalException:
@@ -56,6 +60,33 @@ def launch(argv: list[str]) -> int:
         print(f"[serve] a process ended with exit code {failure.exitcode}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0
+
+
+def _signals_to_the_processes() -> list[str]:
+    """Leave Ctrl-C and SIGTERM to the processes, which put things in order and end.
+
+    Once torchrun itself has taken a signal it ends with an error, whatever its processes did.
+
+    Returns:
+        What to tell torchrun.
+    """
+    from torch.distributed.launcher.api import LaunchConfig
+
+    if "signals_to_handle" not in LaunchConfig.__dataclass_fields__:  # torch before 2.9
+        return []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _pass_on)
+    return ["--signals-to-handle=SIGHUP,SIGQUIT"]
+
+
+def _pass_on(number: int, _: object) -> None:
+    import psutil
+
+    processes = psutil.Process().children()
+    if not processes:
+        sys.exit(_INTERRUPTED)
+    for process in processes:
+        process.send_signal(number)
 
 
 if __name__ == "__main__":

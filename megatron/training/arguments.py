@@ -9,13 +9,13 @@ import argparse
 from dataclasses import fields
 from enum import Enum
 
+from megatron.core.inference.coordinator.options import Settings, SettingsError, shown
 from megatron.core.inference.coordinator.settings import (
     FLAG_PREFIX,
+    AccessSettings,
+    FleetSettings,
     RoutingSettings,
-    SettingsError,
     flag,
-    options,
-    shown,
 )
 
 
@@ -28,13 +28,27 @@ def add_prefix_routing_args(parser: argparse.ArgumentParser) -> argparse.Argumen
     Returns:
         The same parser.
     """
-    group = parser.add_argument_group("prefix-affinity routing")
-    for field in fields(RoutingSettings):
-        option = options()[field.name]
+    add_settings(parser, "prefix-affinity routing", RoutingSettings)
+    add_settings(parser, "fleet of replicas", FleetSettings)
+    add_settings(parser, "access to the coordinator", AccessSettings)
+    return parser
+
+
+def add_settings(parser: argparse.ArgumentParser, title: str, settings: type[Settings]) -> None:
+    """Add the flags of a settings class, as a group of their own.
+
+    Args:
+        parser: The parser.
+        title: The group's title.
+        settings: The class.
+    """
+    group = parser.add_argument_group(title)
+    for field in fields(settings):  # type: ignore[arg-type]
+        option = settings.options()[field.name]
         default = field.default.value if isinstance(field.default, Enum) else field.default
         limits = f" Must be {option.range_text}." if option.range_text else ""
         text = f"{option.help}{limits} Default: {shown(field.default)}."
-        name = flag(field.name)
+        name = settings.flag(field.name)
         existing = parser._option_string_actions.get(name)
         if existing is not None:
             existing.default, existing.help = default, text
@@ -47,7 +61,6 @@ def add_prefix_routing_args(parser: argparse.ArgumentParser) -> argparse.Argumen
             group.add_argument(name, default=default, action=action, help=text)
         else:
             group.add_argument(name, default=default, type=type(default), help=text)
-    return parser
 
 
 def routing_settings_from_args(args: argparse.Namespace) -> RoutingSettings:

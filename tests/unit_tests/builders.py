@@ -13,6 +13,7 @@ from megatron.core.inference.coordinator.lifecycle import Signal
 from megatron.core.inference.coordinator.settings import (
     PROTOCOL_VERSION,
     CoordinatorSettings,
+    FleetSettings,
     RoutingSettings,
 )
 
@@ -23,21 +24,28 @@ hypothesis.settings.load_profile("busy_machine")
 BLOCK = 4
 """Tokens in a block of every coordinator made here."""
 
-CLIENT = b"client"
+CLIENT, OTHER = b"client", b"other"
 SAMPLING, PROMPT, BODY = b"sampling", b"prompt", b"body"
 """Bodies, which nobody in the core looks into."""
 
 LRU, REF_ZERO = PrefixCachingEvictionPolicy.LRU, PrefixCachingEvictionPolicy.REF_ZERO
 
 _ROUTING = {field.name for field in fields(RoutingSettings)}
+_FLEET = {field.name for field in fields(FleetSettings)}
 
 
 def make_settings(**values: Any) -> CoordinatorSettings:
-    """Coordinator settings; fields of `RoutingSettings` go there."""
+    """Coordinator settings; fields of `RoutingSettings` and `FleetSettings` go there."""
     routing = {name: value for name, value in values.items() if name in _ROUTING}
-    rest = {name: value for name, value in values.items() if name not in _ROUTING}
+    fleet = {name: value for name, value in values.items() if name in _FLEET}
+    rest = {name: value for name, value in values.items() if name not in _ROUTING | _FLEET}
     return CoordinatorSettings(
-        **{"routing": RoutingSettings(**routing), "block_size_tokens": BLOCK, **rest}
+        **{
+            "routing": RoutingSettings(**routing),
+            "fleet": FleetSettings(**fleet),
+            "block_size_tokens": BLOCK,
+            **rest,
+        }
     )
 
 
@@ -90,6 +98,26 @@ def replies(*request_ids: int) -> m.EngineReply:
     return m.EngineReply(tuple(answer(request_id) for request_id in request_ids))
 
 
+def engine_request(request_id: int, epoch: int = 0) -> m.EngineRequest:
+    """What an engine gets of a request made by `submission`."""
+    return m.EngineRequest(request_id, epoch, SAMPLING, PROMPT)
+
+
+def registered(count: int, expected: int | None = None) -> m.Log:
+    """What is logged when so many are registered; all that are expected unless it says more."""
+    return m.Log("ranks_registered", {"registered": count, "expected": expected or count})
+
+
+def lost(rank: int, cause: str, requests: int) -> m.Log:
+    """What is logged when a rank is lost."""
+    return m.Log("rank_lost", {"rank": rank, "cause": cause, "requests": requests}, warning=True)
+
+
+def none_left(waiting: int) -> m.Log:
+    """What is logged when the last live rank is gone."""
+    return m.Log("no_rank_left", {"waiting": waiting}, warning=True)
+
+
 def sends(effects: list[m.Effect]) -> list[m.Send]:
     """Only what is sent."""
     return [effect for effect in effects if isinstance(effect, m.Send)]
@@ -117,14 +145,17 @@ class Fleet:
         for _ in range(ranks):
             self.join()
 
-    def tell(self, peer: bytes, message: m.ToCoordinator) -> list[m.Effect]:
+    def tell(
+        self, peer: bytes, message: m.ToCoordinator, rights: m.Right = m.Right.ALL
+    ) -> list[m.Effect]:
         """Handle one message."""
-        effects = self.core.handle(m.Incoming(peer, message), self.now)
+        effects = self.core.handle(m.Incoming(peer, message, rights), self.now)
         self.core.check_integrity()
         return effects
 
-    def tick(self) -> list[m.Effect]:
-        """Let the coordinator look at the clock."""
+    def tick(self, at: float | None = None) -> list[m.Effect]:
+        """Let the coordinator look at the clock, which is moved on if a time is given."""
+        self.now = self.now if at is None else at
         return self.tell(b"", m.Tick())
 
     def join(self, **values: Any) -> int:
@@ -132,6 +163,10 @@ class Fleet:
         dp_rank = len(self.core.fleet.ranks)
         self.tell(b"%d" % dp_rank, make_register(dp_rank, **self._register | values))
         return dp_rank
+
+    def submit(self, *names: Any, peer: bytes = CLIENT) -> list[m.Effect]:
+        """A client submits requests shorter than a block, 14 bytes each: load alone places them."""
+        return [effect for name in names for effect in self.tell(peer, submission(name, [7]))]
 
     def signal(self, *signals: Signal) -> None:
         """The client sends control signals, none of which has arguments."""
@@ -151,6 +186,12 @@ class Fleet:
         rank = self.core.fleet.ranks.of_peer(sent.peer)
         assert rank is not None
         return rank.number, sent.message.request_id
+
+    def holders(self, prompt: list[int]) -> dict[int, int]:
+        """Blocks of the prompt that each rank is believed to hold, where it holds any."""
+        index = self.core.fleet.index
+        groups = index.holders(index.match(pack_hashes(hashes(prompt))))
+        return {rank: depth for slots, depth in groups for rank in index.ranks(slots)}
 
     def route(self, prompt: list[int] | None = None) -> int:
         """The rank that gets this request."""

@@ -8,11 +8,17 @@ from megatron.core.inference.coordinator.arguments import (
     add_prefix_routing_args,
     routing_settings_from_args,
 )
-from megatron.core.inference.coordinator.settings import RoutingSettings, SettingsError, options
+from megatron.core.inference.coordinator.options import SettingsError
+from megatron.core.inference.coordinator.settings import (
+    FleetSettings,
+    RoutingSettings,
+    options,
+)
 from megatron.training.arguments import add_megatron_arguments
 
 PREFIX = "--inference-dynamic-batching-prefix-caching-"
 DEST = "inference_dynamic_batching_prefix_caching_"
+FLEET_PREFIX, FLEET_DEST = "--inference-coordinator-", "inference_coordinator_"
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +83,87 @@ def test_adding_the_flags_again_changes_nothing():
     for _ in range(2):
         add_prefix_routing_args(parser)
     assert len([a for a in parser._actions if a.dest.startswith(DEST)]) == len(options())
+    ours = [FLEET_DEST + name for name in FleetSettings.options()]
+    assert [a.dest for a in parser._actions if a.dest in ours] == ours
     assert settings_of(parser) == RoutingSettings()
+
+
+def fleet_of(parser, *argv):
+    return FleetSettings.from_mapping(vars(parser.parse_args(list(argv))))
+
+
+def test_without_flags_the_fleet_has_our_defaults(parser):
+    assert fleet_of(parser) == FleetSettings()
+
+
+def test_every_option_of_the_fleet_is_a_flag_of_its_own(parser):
+    for name in FleetSettings.options():
+        found = [a for a in parser._actions if a.dest == FLEET_DEST + name]
+        assert [a.option_strings for a in found] == [[FLEET_PREFIX + name.replace("_", "-")]]
+
+
+def test_every_flag_of_the_fleet_is_read(parser):
+    settings = fleet_of(
+        parser,
+        *(FLEET_PREFIX + "max-retries", "3"),
+        *(FLEET_PREFIX + "replica-wait", "2.5"),
+        *(FLEET_PREFIX + "hung-timeout", "30"),
+        *(FLEET_PREFIX + "max-inflight-requests", "10"),
+        *(FLEET_PREFIX + "max-inflight-bytes", "1000"),
+        *(FLEET_PREFIX + "max-frame-bytes", "70000"),
+        *(FLEET_PREFIX + "max-rank-requests", "512"),
+    )
+    assert settings == FleetSettings(
+        max_retries=3,
+        replica_wait=2.5,
+        hung_timeout=30.0,
+        max_inflight_requests=10,
+        max_inflight_bytes=1000,
+        max_frame_bytes=70_000,
+        max_rank_requests=512,
+    )
+
+
+def test_help_of_the_fleet_tells_default_and_range(parser):
+    formatter = argparse.HelpFormatter("tool")
+    ends = {
+        "max_retries": "until the answer; 0 keeps none. Must be 0 or more. Default: 1.",
+        "replica_wait": "answered with an error. Must be 0 or more. Default: 60.0.",
+        "hung_timeout": "paused or suspended. Must be 0.1 or more. Default: 120.0.",
+        "max_inflight_requests": "(HTTP 429). Must be 1 or more. Default: 100000.",
+        "max_inflight_bytes": "and parameters. Must be 1 or more. Default: 8589934592.",
+        "max_frame_bytes": "its connection. Must be 65536 or more. Default: 268435456.",
+        "max_rank_requests": "(docs/choosing-a-policy.md). Must be 0 or more. Default: 0.",
+    }
+    actions = {name: parser._option_string_actions[FleetSettings.flag(name)] for name in ends}
+    texts = {name: formatter._expand_help(action) for name, action in actions.items()}
+    assert {name: texts[name][-len(ends[name]) :] for name in FleetSettings.options()} == ends
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("max-retries", "-1", "is -1; give a whole number 0 or more"),
+        ("replica-wait", "nan", "is nan; give a number 0 or more"),
+        ("hung-timeout", "0", "is 0.0; give a number 0.1 or more"),
+        ("max-inflight-requests", "0", "is 0; give a whole number 1 or more"),
+        ("max-inflight-bytes", "0", "is 0; give a whole number 1 or more"),
+        ("max-frame-bytes", "9", "is 9; give a whole number 65536 or more"),
+        ("max-rank-requests", "-1", "is -1; give a whole number 0 or more"),
+    ],
+)
+def test_a_value_of_the_fleet_out_of_range_stops_with_one_sentence(parser, name, value, message):
+    with pytest.raises(SettingsError, match=f"^{FLEET_PREFIX}{name} {message}$"):
+        fleet_of(parser, f"{FLEET_PREFIX}{name}={value}")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max-retries", "1.5"), ("replica-wait", "x"), ("max-inflight-bytes", "8G")]
+)
+def test_what_is_no_value_of_the_fleet_is_refused_by_the_parser(parser, name, value, capsys):
+    with pytest.raises(SystemExit):
+        parser.parse_args([FLEET_PREFIX + name, value])
+    assert f"argument {FLEET_PREFIX}{name}: invalid" in capsys.readouterr().err
 
 
 def test_they_work_without_megatrons_own_flags():

@@ -4,7 +4,7 @@ import random
 from fractions import Fraction
 
 import pytest
-from builders import BLOCK, LRU, Fleet, hashes, make_register, stock_register, submission, tokens
+from builders import BLOCK, LRU, Fleet, make_register, stock_register, submission, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
@@ -283,7 +283,7 @@ def test_free_capacity_departs_from_the_released_tie_rule():
     # .5 + .5 against .5; .5 + .25 against .5; then .5 ties with .5, and goes to the lower load
     assert [fleet.route(prompt) for _ in range(3)] == [0, 0, 1]
     fleet.answer_all()
-    assert fleet.core.fleet.index.holders(hashes(prompt)) == {0: 4, 1: 4}
+    assert fleet.holders(prompt) == {0: 4, 1: 4}
     assert fleet.route(prompt) == 0
 
 
@@ -358,7 +358,7 @@ def test_longest_prefix_gives_every_holder_its_own_depth():
     fleet.answer(*fillers[1:])
     fleet.join()
     assert fleet.loads == [1, 3, 0]
-    assert fleet.core.fleet.index.holders(hashes(prompt)) == {0: 2, 1: 4}
+    assert fleet.holders(prompt) == {0: 2, 1: 4}
     # mean 4/3: .5 + .1 against 1 - .5 and .4; with credit for the deepest only, rank 1 would win
     assert fleet.route(prompt) == 0
 
@@ -374,7 +374,7 @@ def test_first_prefix_block_ignores_all_later_blocks():
     _, request_id = fleet.ask(tokens(4))
     assert len(fleet.core.fleet.index) == 1
     fleet.answer(request_id)
-    assert fleet.core.fleet.index.holders(hashes(tokens(4))[:1]) == {0: 1}
+    assert fleet.holders(tokens(1)) == {0: 1}
 
 
 def test_load_balanced_reads_no_hashes():

@@ -8,14 +8,19 @@ from pathlib import Path
 import pytest
 
 from megatron.core.inference.coordinator.lifecycle import mermaid
-from megatron.core.inference.coordinator.settings import markdown_table
+from megatron.core.inference.coordinator.settings import (
+    AccessSettings,
+    FleetSettings,
+    RoutingSettings,
+)
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/README.md"]
 
 
-def test_the_readme_shows_the_options_as_they_are():
-    assert markdown_table() in (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("settings", [RoutingSettings, FleetSettings, AccessSettings])
+def test_the_readme_shows_the_options_as_they_are(settings):
+    assert settings.markdown_table() in (ROOT / "README.md").read_text()
 
 
 def test_the_architecture_shows_the_state_diagram_as_it_is():

@@ -1,5 +1,8 @@
 """Block hashes: equal to megatron-core's, safe to unpack, and what a hit is worth."""
 
+import array
+import hashlib
+import random
 from types import SimpleNamespace
 
 import builders  # noqa: F401 (loads the hypothesis profile)
@@ -17,9 +20,10 @@ from megatron.core.inference.inference_request import (
 
 from megatron.core.inference.coordinator.hashing import (
     block_hashes,
+    checked_hashes,
     expected_skip,
     pack_hashes,
-    unpack_hashes,
+    packed_block_hashes,
 )
 from megatron.core.inference.coordinator.runtime import text
 
@@ -54,9 +58,40 @@ def test_an_array_need_not_be_contiguous():
     assert block_hashes(np.arange(40)[::2], 4) == block_hashes(list(range(0, 40, 2)), 4)
 
 
-def test_a_tuple_and_a_tensor_are_prompts_too():
-    assert block_hashes((1, 2, 3), 2) == block_hashes([1, 2, 3], 2)
-    assert block_hashes(torch.tensor([1, 2, 3]), 2) == block_hashes([1, 2, 3], 2)
+@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor, lambda it: array.array("q", it)])
+def test_a_prompt_need_not_be_a_list(kind):
+    assert block_hashes(kind([1, 2, 3]), 2) == block_hashes([1, 2, 3], 2)
+    assert block_hashes(kind([1, 2, 3]), 4) == []
+
+
+def test_the_list_of_tokens_may_hold_numpys_integers():
+    assert block_hashes(list(np.arange(8)), 4) == block_hashes(list(range(8)), 4)
+
+
+@given(st.lists(TOKEN, max_size=200), BLOCK_SIZES)
+def test_packed_hashes_are_the_hashes(prompt, block_size):
+    packed = packed_block_hashes(prompt, block_size)
+    assert type(packed) is bytes
+    assert packed == pack_hashes(block_hashes(prompt, block_size))
+    assert all(type(value) is int for value in block_hashes(prompt, block_size))
+
+
+def test_a_token_that_is_no_int64_is_refused():
+    for token in (2**63, -(2**63) - 1):
+        with pytest.raises(OverflowError):
+            block_hashes([1, token], 2)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [(0, 1), (1, 2), (LARGEST - 1, LARGEST), (LARGEST, 1), (2**63, 2), (2**64 - 1, 2)],
+)
+def test_every_digest_gives_a_hash_from_1_to_the_largest(word, value, monkeypatch):
+    """No prompt is known whose digest begins so."""
+    digest = word.to_bytes(8, "little") + bytes(24)
+    chain = SimpleNamespace(digest=lambda: digest)
+    monkeypatch.setattr(hashlib, "sha256", lambda data: chain)
+    assert block_hashes([5], 1) == megatrons([5], 1) == [value]
 
 
 @pytest.mark.parametrize("length", [0, 1, 15])
@@ -73,8 +108,6 @@ def test_only_full_blocks_are_hashed(length, count):
 
 def test_a_known_value():
     """SHA-256 of 32 zero bytes and the tokens 0 to 3 as little-endian int64, by the definition."""
-    import hashlib
-
     block = b"".join(token.to_bytes(8, "little") for token in range(4))
     first = hashlib.sha256(bytes(32) + block).digest()
     second = hashlib.sha256(first + block).digest()
@@ -118,15 +151,25 @@ def test_text_is_hashed_as_the_engine_tokenizes_it(prompt, add_bos, tokens):
 
 # --- packing -------------------------------------------------------------------------------------
 
-HASHES = st.lists(st.integers(1, LARGEST), unique=True, max_size=50)
+HASHES = st.lists(st.integers(1, LARGEST), unique=True, max_size=200)
+"""Long enough for both ways to look for duplicates."""
 
 
 @given(HASHES)
-def test_packed_hashes_come_back(hashes):
+def test_packed_hashes_are_taken_as_they_are(hashes):
     packed = pack_hashes(hashes)
     assert len(packed) == 8 * len(hashes)
-    assert unpack_hashes(packed, len(hashes)) == hashes
-    assert unpack_hashes(packed, None) == hashes
+    assert checked_hashes(packed, len(hashes)) is packed
+    assert checked_hashes(packed, None) is packed
+
+
+@pytest.mark.parametrize("kind", [bytearray, memoryview, lambda it: np.frombuffer(it, "<i8")])
+@pytest.mark.parametrize("count", [3, 300])
+def test_a_frame_may_be_anything_that_bytes_takes(kind, count):
+    packed = pack_hashes(range(1, count + 1))
+    taken = checked_hashes(kind(packed), count)
+    assert type(taken) is bytes
+    assert taken == packed
 
 
 def test_packed_hashes_are_little_endian():
@@ -135,8 +178,8 @@ def test_packed_hashes_are_little_endian():
 
 @given(st.lists(TOKEN, max_size=100), BLOCK_SIZES)
 def test_the_hashes_of_every_prompt_are_taken(prompt, block_size):
-    hashes = block_hashes(prompt, block_size)
-    assert unpack_hashes(pack_hashes(hashes), len(prompt) // block_size) == hashes
+    packed = packed_block_hashes(prompt, block_size)
+    assert checked_hashes(packed, len(prompt) // block_size) == packed
 
 
 @pytest.mark.parametrize(
@@ -155,17 +198,34 @@ def test_the_hashes_of_every_prompt_are_taken(prompt, block_size):
     ],
 )
 def test_lists_that_cannot_be_right_are_refused(packed, full_blocks):
-    assert unpack_hashes(packed, full_blocks) is None
+    assert checked_hashes(packed, full_blocks) is None
 
 
-@given(st.binary(max_size=64), st.none() | st.integers(0, 8))
+@pytest.mark.parametrize("length", [2, 16, 63, 64, 65, 66, 2048])
+@pytest.mark.parametrize("wrong", [0, -1, -(2**63), None])
+def test_one_wrong_hash_among_many_is_found_wherever_it_stands(length, wrong):
+    source = random.Random(length)
+    hashes = [source.randrange(1, 2**63) for _ in range(length)]
+    assert checked_hashes(pack_hashes(hashes), length) is not None
+    for place in {0, 1, length // 2, length - 1}:
+        value = hashes[place - 1] if wrong is None else wrong  # None: a duplicate
+        bad = [*hashes[:place], value, *hashes[place + 1 :]]
+        assert checked_hashes(pack_hashes(bad), length) is None
+
+
+@given(
+    st.binary(max_size=64) | st.lists(st.integers(-3, 400), max_size=120).map(pack_hashes),
+    st.none() | st.integers(0, 8),
+)
 def test_any_bytes_give_a_sound_list_or_none(packed, full_blocks):
-    hashes = unpack_hashes(packed, full_blocks)
-    if hashes is not None:
-        assert pack_hashes(hashes) == packed
-        assert all(1 <= value <= LARGEST for value in hashes)
-        assert len(set(hashes)) == len(hashes)
-        assert full_blocks in (None, len(hashes))
+    hashes = np.frombuffer(packed[: len(packed) // 8 * 8], "<i8").tolist()
+    sound = (
+        len(packed) % 8 == 0
+        and all(1 <= value <= LARGEST for value in hashes)
+        and len(set(hashes)) == len(hashes)
+        and full_blocks in (None, len(hashes))
+    )
+    assert checked_hashes(packed, full_blocks) == (packed if sound else None)
 
 
 # --- what a hit is worth -------------------------------------------------------------------------

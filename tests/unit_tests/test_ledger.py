@@ -26,7 +26,9 @@ def test_an_admitted_request_waits_and_knows_what_the_client_sent():
     record = ledger.admit(ANN, message)
     assert (record.request_id, record.client, record.client_request_id) == (0, ANN, "mine")
     assert (record.message, record.prompt_tokens, record.rank) == (message, 12, None)
+    assert (record.size, record.attempts, record.lease) == (2, 0, None)
     assert ledger.waiting == [record]
+    assert ledger.first_waiting is record
     assert list(ledger) == [record]
     assert (len(ledger), ledger.assigned, ledger.load(0)) == (1, 0, 0)
 
@@ -61,6 +63,32 @@ def test_an_assigned_request_is_load_of_its_rank():
         False,
     ]
     ledger.check_integrity()
+
+
+def test_bodies_are_counted_from_admission_to_the_end():
+    ledger = Ledger()
+    assert ledger.size == 0
+    ledger.admit(ANN, m.SubmitRequest("a", 1, bytes(3), bytes(4), bytes(8)))
+    ledger.admit(ANN, m.SubmitRequest("b", 1, bytes(30), bytes(40)))
+    assert ledger.size == 85
+    ledger.assign(0, 7)
+    assert ledger.size == 85
+    ledger.finish(0)
+    assert ledger.size == 70
+    ledger.lose_client(ANN)
+    assert ledger.size == 0
+    ledger.check_integrity()
+
+
+def test_who_waits_longest_is_first():
+    ledger, records = ledger_with(ANN, BOB, ANN)
+    assert ledger.first_waiting is records[0]
+    ledger.assign(1, 3)
+    assert ledger.first_waiting is records[0]
+    ledger.assign(0, 3)
+    assert ledger.first_waiting is records[2]
+    ledger.finish(2)
+    assert ledger.first_waiting is None
 
 
 def test_a_finished_request_is_nobodys():
@@ -106,6 +134,7 @@ def test_a_lost_client_leaves_what_runs_and_takes_what_waits():
     assert ledger.lose_client(ANN) == 2
     assert ledger.waiting == [records[2]]
     assert [r.client for r in ledger] == [None, BOB, None]
+    assert [r.message is None for r in records] == [True, True, False, True]  # nobody wants them
     assert (ledger.load(1), ledger.load(2)) == (1, 1)
     ledger.check_integrity()
     ledger.finish(0)
@@ -113,14 +142,59 @@ def test_a_lost_client_leaves_what_runs_and_takes_what_waits():
     ledger.check_integrity()
 
 
-def test_a_lost_rank_returns_its_requests_oldest_first():
+def test_the_requests_of_a_rank_come_in_the_order_of_their_assignment():
     ledger, records = ledger_with(ANN, BOB, ANN)
     for request_id, rank in [(2, 1), (0, 1), (1, 0)]:
         ledger.assign(request_id, rank)
-    assert ledger.lose_rank(1) == [records[2], records[0]]  # in the order of their assignment
-    assert (ledger.load(1), ledger.assigned) == (0, 1)
-    assert ledger.lose_rank(1) == []
-    assert ledger.lose_rank(99) == []
+    assert ledger.of_rank(1) == [records[2], records[0]]
+    assert ledger.of_rank(99) == []
+    ledger.finish(2)
+    assert ledger.of_rank(1) == [records[0]]
+    ledger.finish(0)
+    assert ledger.of_rank(1) == []
+
+
+def test_a_requeued_request_waits_again_behind_the_others_and_under_a_new_number():
+    ledger, records = ledger_with(ANN, BOB, ANN)
+    record = records[0]
+    ledger.assign(0, 1)
+    record.attempts = 1
+    ledger.requeue(record)
+    assert (record.request_id, record.rank, record.lease) == (3, None, None)
+    assert (record.client, record.client_request_id, record.attempts) == (ANN, "r0", 1)
+    assert ledger.waiting == [records[1], records[2], record]
+    assert list(ledger) == [records[1], records[2], record]
+    assert (len(ledger), ledger.assigned, ledger.load(1)) == (3, 0, 0)
+    assert ledger.size == sum(r.size for r in records)
+    assert not ledger.held_by(0, 1)
+    ledger.check_integrity()
+    with pytest.raises(LedgerError, match="request 0 is unknown or finished"):
+        ledger.finish(0)
+    ledger.assign(3, 2)
+    assert ledger.held_by(3, 2)
+    assert ledger.finish(3) is record
+    assert ledger.lose_client(ANN) == 0
+    ledger.check_integrity()
+
+
+def test_a_requeued_request_is_lost_with_its_client():
+    ledger, records = ledger_with(ANN)
+    ledger.assign(0, 1)
+    ledger.requeue(records[0])
+    assert ledger.lose_client(ANN) == 0
+    assert (len(ledger), ledger.size, ledger.waiting) == (0, 0, [])
+    ledger.check_integrity()
+
+
+def test_requeueing_what_waits_or_is_finished_is_an_error():
+    ledger, records = ledger_with(ANN, ANN)
+    with pytest.raises(LedgerError, match="request 0 has no rank"):
+        ledger.requeue(records[0])
+    ledger.assign(1, 3)
+    ledger.finish(1)
+    with pytest.raises(LedgerError, match="request 1 is unknown or finished"):
+        ledger.requeue(records[1])
+    assert (len(ledger), ledger.load(3)) == (1, 0)
     ledger.check_integrity()
 
 
@@ -133,13 +207,21 @@ def test_the_integrity_check_notices_a_changed_record():
     records[0].client = BOB
     with pytest.raises(AssertionError):
         ledger.check_integrity()
+    ledger, records = ledger_with(ANN)
+    records[0].size += 1
+    with pytest.raises(AssertionError):
+        ledger.check_integrity()
+    ledger, records = ledger_with(ANN)
+    records[0].request_id = 9
+    with pytest.raises(AssertionError):
+        ledger.check_integrity()
 
 
 # --- a random walk beside a naive model ----------------------------------------------------------
 
 
 class LedgerBesideModel(RuleBasedStateMachine):
-    """The model is a list of [id, client, rank or None], in order of admission."""
+    """The model is a list of [id, client, rank or None], in the order of the ids."""
 
     ids = Bundle("ids")
 
@@ -195,11 +277,28 @@ class LedgerBesideModel(RuleBasedStateMachine):
         for row in theirs:
             row[1] = None
 
+    @rule(request_id=ids, target=ids)
+    def requeue(self, request_id):
+        row = self.row(request_id)
+        record = next((r for r in self.ledger if r.request_id == request_id), None)
+        if row is None:
+            assert record is None
+            return multiple()
+        if row[2] is None:
+            with pytest.raises(LedgerError):
+                self.ledger.requeue(record)
+            return multiple()
+        self.ledger.requeue(record)
+        assert record.request_id == self.admitted
+        self.rows.remove(row)
+        self.rows.append([self.admitted, row[1], None])
+        self.admitted += 1
+        return record.request_id
+
     @rule(rank=st.integers(0, 3))
-    def lose_rank(self, rank):
-        lost = [i for i in self.order if (row := self.row(i)) is not None and row[2] == rank]
-        assert [record.request_id for record in self.ledger.lose_rank(rank)] == lost
-        self.rows = [row for row in self.rows if row[2] != rank]
+    def of_rank(self, rank):
+        theirs = [i for i in self.order if (row := self.row(i)) is not None and row[2] == rank]
+        assert [record.request_id for record in self.ledger.of_rank(rank)] == theirs
 
     @invariant()
     def agrees_with_the_model(self):
@@ -208,6 +307,8 @@ class LedgerBesideModel(RuleBasedStateMachine):
         assert [[r.request_id, r.client, r.rank] for r in ledger] == self.rows
         assert [r.request_id for r in ledger.waiting] == [r[0] for r in self.rows if r[2] is None]
         assert len(ledger) == len(self.rows)
+        assert ledger.first_waiting is next(iter(ledger.waiting), None)
+        assert ledger.size == 14 * len(self.rows)
         assert ledger.assigned == sum(row[2] is not None for row in self.rows)
         for rank in range(4):
             assert ledger.load(rank) == sum(row[2] == rank for row in self.rows)

@@ -8,12 +8,13 @@ import pytest
 from builders import LRU, REF_ZERO
 from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
 
+from megatron.core.inference.coordinator.options import SettingsError
 from megatron.core.inference.coordinator.policies import PrefixCachingCostPolicy
 from megatron.core.inference.coordinator.settings import (
     FLAG_PREFIX,
     CoordinatorSettings,
+    FleetSettings,
     RoutingSettings,
-    SettingsError,
     flag,
     markdown_table,
     options,
@@ -21,6 +22,7 @@ from megatron.core.inference.coordinator.settings import (
 
 README = Path(__file__).parents[2] / "README.md"
 PREFIX = "--inference-dynamic-batching-prefix-caching-"
+FLEET_PREFIX = "--inference-coordinator-"
 
 
 def test_the_defaults():
@@ -36,9 +38,28 @@ def test_the_defaults():
     }
 
 
-def test_every_option_has_help_and_a_flag():
-    assert list(options()) == [f.name for f in fields(RoutingSettings)]
-    assert all(option.help.endswith(".") for option in options().values())
+def test_the_defaults_of_the_fleet():
+    settings = FleetSettings()
+    assert {f.name: getattr(settings, f.name) for f in fields(settings)} == {
+        "max_retries": 1,
+        "replica_wait": 60.0,
+        "hung_timeout": 120.0,
+        "max_inflight_requests": 100_000,
+        "max_inflight_bytes": 8 * 2**30,
+        "max_frame_bytes": 256 * 2**20,
+        "max_rank_requests": 0,
+    }
+    assert CoordinatorSettings().fleet == settings
+
+
+@pytest.mark.parametrize("kind", [RoutingSettings, FleetSettings])
+def test_every_option_has_help_and_a_flag(kind):
+    assert list(kind.options()) == [f.name for f in fields(kind)]
+    assert all(option.help.endswith(".") for option in kind.options().values())
+
+
+def test_flags_begin_with_their_prefix():
+    assert FleetSettings.flag("max_retries") == FLEET_PREFIX + "max-retries"
     assert flag("load_beta") == PREFIX + "load-beta"
     assert flag("load_beta").removeprefix("--").replace("-", "_") == FLAG_PREFIX + "load_beta"
 
@@ -47,6 +68,13 @@ def test_the_readme_shows_the_table_of_the_options():
     table = markdown_table()
     assert len(table.splitlines()) == 2 + len(options())
     assert "| `…-routing-alpha` | `0.5` (between 0 and 1) | " in table
+    assert table in README.read_text()
+
+
+def test_the_readme_shows_the_table_of_the_fleet():
+    table = FleetSettings.markdown_table()
+    assert len(table.splitlines()) == 2 + len(FleetSettings.options())
+    assert "| `…-hung-timeout` | `120.0` (0.1 or more) | " in table
     assert table in README.read_text()
 
 
@@ -124,6 +152,95 @@ def test_a_wrong_value_is_refused_with_its_flag_and_what_to_do(name, value, mess
         RoutingSettings(**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("max_retries", "0 or more"),
+        ("replica_wait", "0 or more"),
+        ("hung_timeout", "0.1 or more"),
+        ("max_inflight_requests", "1 or more"),
+        ("max_inflight_bytes", "1 or more"),
+        ("max_frame_bytes", "65536 or more"),
+        ("max_rank_requests", "0 or more"),
+    ],
+)
+def test_a_range_of_the_fleet_in_words(name, text):
+    assert FleetSettings.options()[name].range_text == text
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        ("max_retries", 0, 0),
+        ("max_retries", "3", 3),
+        ("max_retries", 2.0, 2),
+        ("replica_wait", 0, 0.0),
+        ("replica_wait", "2.5", 2.5),
+        ("hung_timeout", 0.1, 0.1),
+        ("hung_timeout", 5, 5.0),
+        ("max_inflight_requests", 1, 1),
+        ("max_inflight_bytes", 1, 1),
+        ("max_inflight_bytes", 2**62, 2**62),
+        ("max_frame_bytes", 65_536, 65_536),
+        ("max_rank_requests", 0, 0),
+        ("max_rank_requests", "512", 512),
+    ],
+)
+def test_values_of_the_fleet_in_range_are_taken_and_converted(name, given, value):
+    taken = getattr(FleetSettings(**{name: given}), name)
+    assert taken == value
+    assert type(taken) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("max_retries", -1, "max-retries is -1; give a whole number 0 or more"),
+        ("max_retries", 0.5, "max-retries is 0.5; give a whole number 0 or more"),
+        ("max_retries", "x", "max-retries is 'x'; it must be a whole number, 0 or more"),
+        ("max_retries", None, "max-retries is None; it must be a whole number, 0 or more"),
+        ("replica_wait", -0.1, "replica-wait is -0.1; give a number 0 or more"),
+        ("replica_wait", float("inf"), "replica-wait is inf; give a number 0 or more"),
+        ("replica_wait", float("nan"), "replica-wait is nan; give a number 0 or more"),
+        ("hung_timeout", 0, "hung-timeout is 0; give a number 0.1 or more"),
+        ("hung_timeout", float("inf"), "hung-timeout is inf; give a number 0.1 or more"),
+        (
+            "max_inflight_requests",
+            0,
+            "max-inflight-requests is 0; give a whole number 1 or more",
+        ),
+        ("max_inflight_bytes", 0, "max-inflight-bytes is 0; give a whole number 1 or more"),
+        ("max_inflight_bytes", -5, "max-inflight-bytes is -5; give a whole number 1 or more"),
+        ("max_frame_bytes", 65_535, "max-frame-bytes is 65535; give a whole number 65536 or more"),
+        ("max_rank_requests", -1, "max-rank-requests is -1; give a whole number 0 or more"),
+        ("max_rank_requests", 1.5, "max-rank-requests is 1.5; give a whole number 0 or more"),
+    ],
+)
+def test_a_wrong_value_of_the_fleet_is_refused_with_its_flag_and_what_to_do(name, value, message):
+    with pytest.raises(SettingsError, match=f"^{FLEET_PREFIX}{message}$"):
+        FleetSettings(**{name: value})
+
+
+def test_the_fleets_from_mapping_takes_its_own_names_alone():
+    values = {
+        "max_retries": 2,
+        "inference_coordinator_replica_wait": 5,
+        "hung_timeout": 1.0,
+        "inference_coordinator_hung_timeout": 7.0,  # the full name counts
+        "inference_coordinator_max_rank_requests": None,  # not given
+        "inference_coordinator_port": 5000,
+        FLAG_PREFIX + "max_inflight_requests": 1,
+        "max_requests": 3,
+    }
+    assert FleetSettings.from_mapping(values) == FleetSettings(
+        max_retries=2, replica_wait=5.0, hung_timeout=7.0
+    )
+    assert FleetSettings.from_mapping({}) == FleetSettings()
+    message = "max-retries is -1; give a whole number 0 or more"
+    with pytest.raises(SettingsError, match=f"^{FLEET_PREFIX}{message}$"):
+        FleetSettings.from_mapping({"max_retries": -1})
+
+
 def test_from_mapping_takes_names_with_and_without_the_prefix_and_ignores_the_rest():
     values = {
         "cost_policy": "prefill_work",
@@ -150,11 +267,14 @@ def test_settings_cannot_be_changed():
         RoutingSettings().burst_cap = 1
     with pytest.raises(FrozenInstanceError):
         CoordinatorSettings().trace = True
+    with pytest.raises(FrozenInstanceError):
+        FleetSettings().max_retries = 0
 
 
 def test_settings_survive_pickling():
     settings = CoordinatorSettings(
         routing=RoutingSettings(cost_policy="prefill_work", burst_cap=2),
+        fleet=FleetSettings(max_retries=3, max_inflight_bytes=2**40),
         expected_ranks=3,
         eviction=LRU,
         deterministic=True,

@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from concurrent.futures import Future
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,6 +81,7 @@ class DummyEngine:
     schedule_requests = engine_step.schedule_requests
     async_bookkeep = engine_step.async_bookkeep
     _handle_failed_request = engine_step.handle_failed_request
+    reset = engine_step.reset
     shutdown = engine_step.shutdown
 
     def __init__(self, groups: Any = None, context: DummyContext | None = None):
@@ -92,13 +94,16 @@ class DummyEngine:
         self.state = EngineState.RUNNING
         self._state_events = {k: asyncio.Event() for k in DynamicInferenceEngine._STATE_EVENTS}
         self._state_events[EngineState.RUNNING].set()
+        self._cond = asyncio.Condition()
         self._pending_signals: deque = deque()
         self._generation_epoch: int | None = None
         self.use_coordinator = True
         self.requests: dict[int, SimpleNamespace] = {}
+        self.request_counter = count()
         self.failed_request_ids: list[int] = []
         self.waiting_request_ids: deque = deque()
         self.resume_request_ids: list[int] | None = None
+        self.ep_world_size = 1
         self.did: list[str] = []
         self.refuses: set[int] = set()
         self.answer = ord("x")
@@ -175,6 +180,15 @@ async def released_bookkeep(engine: DummyEngine, result: dict | None, state: dic
     records += [engine.requests.pop(failed).record for failed in engine.failed_request_ids]
     engine.failed_request_ids.clear()
     engine.context.prefix_cache_prefill_skipped_tokens = 0
-    if engine.use_coordinator and engine.is_mp_coordinator:
-        engine.socket_for_receiving_requests.send(b"a reply in the released format")
+    assert not (engine.use_coordinator and engine.is_mp_coordinator), "the released reply"
     return {"finished_request_records": records}
+
+
+def released_reset(engine: DummyEngine) -> None:
+    """A stand-in: forgets all requests, and what the coordinator made of the engine as well."""
+    engine.did.append("reset")
+    engine.requests, engine.failed_request_ids = {}, []
+    engine.waiting_request_ids = deque()
+    engine._generation_epoch, engine.use_coordinator = None, False
+    engine._state_events = {k: asyncio.Event() for k in DynamicInferenceEngine._STATE_EVENTS}
+    engine.state = EngineState.RUNNING

@@ -38,14 +38,14 @@ def test_on_several_machines_it_is_the_address_that_leads_to_the_master(world, m
 def test_on_the_master_itself_it_is_the_first_that_is_not_loopback(world, monkeypatch, towards):
     world("16", "8", "node0")
     monkeypatch.setattr(addresses, "_address_towards", lambda host: towards)
-    monkeypatch.setattr(addresses, "_other_addresses", lambda: ["10.1.1.1", "10.2.2.2"])
+    monkeypatch.setattr(addresses, "other_addresses", lambda: ["10.1.1.1", "10.2.2.2"])
     assert addresses.job_address() == "10.1.1.1"
 
 
 def test_a_machine_with_nothing_but_loopback_gives_its_name(world, monkeypatch):
     world("16", "8", "node0")
     monkeypatch.setattr(addresses, "_address_towards", lambda host: None)
-    monkeypatch.setattr(addresses, "_other_addresses", list)
+    monkeypatch.setattr(addresses, "other_addresses", list)
     monkeypatch.setattr(socket, "getfqdn", lambda: "node0.cluster")
     assert addresses.job_address() == "node0.cluster"
 
@@ -55,5 +55,5 @@ def test_a_host_that_has_no_address_leads_nowhere():
     assert addresses._address_towards("127.0.0.1") == "127.0.0.1"
 
 
-def test_other_addresses_are_none_of_loopback():
-    assert not [a for a in addresses._other_addresses() if a.startswith("127.")]
+def testother_addresses_are_none_of_loopback():
+    assert not [a for a in addresses.other_addresses() if a.startswith("127.")]

@@ -93,13 +93,16 @@ def test_text_and_tokens_give_the_same_answer_and_the_second_skips_its_prefill(
 
 
 @pytest.mark.parametrize("our_engine", [True, False])
-def test_our_and_released_clients_get_equal_answers(our_engine, cpu_engine):
+def test_our_and_released_clients_get_equal_answers(our_engine, cpu_engine, monkeypatch):
     """A released engine runs under our coordinator when only that is patched."""
     from megatron.core.inference.engines import dynamic_engine
     from megatron.core.inference.inference_client import InferenceClient as ReleasedClient
 
-    from megatron.core.inference.coordinator.runtime import drop_in, patching
+    from megatron.core.inference.coordinator.runtime import drop_in, engine_start, patching
     from megatron.core.inference.coordinator.runtime.client import InferenceClient
+    from megatron.core.inference.coordinator.settings import AccessSettings
+
+    monkeypatch.setattr(engine_start, "access_settings", lambda: AccessSettings(plain=True))
 
     async def run() -> list[dict]:
         engine = cpu_engine()

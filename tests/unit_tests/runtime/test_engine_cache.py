@@ -6,13 +6,18 @@ old weights is reused and the answer is wrong.
 
 import contextlib
 import random
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron.core.inference.coordinator.hashing import rekeyed
-from megatron.core.inference.coordinator.kv_events import unpack_events
+from megatron.core.inference.coordinator.hashing import block_hashes, rekeyed
+from megatron.core.inference.coordinator.kv_events import BREAK, CLEARED, Change, segments
 
 BLOCK = 16
 PROMPT = list(b"It was the best of times, it was the worst of times, it was the age of wisdom")
@@ -331,27 +336,67 @@ def table(rig: Rig) -> set[int]:
     return set(rekeyed(list(rig.engine.context.kv_block_allocator.kv_hash_to_block_id), rig._epoch))
 
 
-class Listener:
-    """What somebody who hears the events believes."""
+class Family:
+    """The parent of every block that was ever registered with an allocator; 0: none."""
 
-    def __init__(self):
+    def __init__(self, allocator, epoch=lambda: 0):
+        self.parent_of: dict[int, int] = {}
+        register = allocator.register_kv_block_hashes
+
+        def register_and_note(block_ids, keys, parents=None):
+            register(block_ids, keys, parents)
+            blocks, before = rekeyed(keys, epoch()), rekeyed(parents, epoch())
+            self.parent_of |= dict(zip(blocks, before, strict=True))
+
+        allocator.register_kv_block_hashes = register_and_note
+
+
+class Listener:
+    """What somebody who hears the events believes; all that they promise is checked.
+
+    Args:
+        family: Whose blocks they are.
+    """
+
+    def __init__(self, family: Family):
         self.held: set[int] = set()
         self.next = 0
+        self._parent_of = family.parent_of
 
-    def hear(self, message) -> None:
+    def hear(self, message) -> list[list[int]]:
+        """Take a batch; returns its segments, those of removed blocks with a minus."""
         if message is None:
-            return
-        events = unpack_events(message.events, message.count)
-        assert events[0] == 0 or message.first == self.next
-        self.next = message.first + len(events)
-        for event in events:
-            if event == 0:
+            return []
+        assert message.events[:8] == bytes(8) or message.first == self.next
+        self.next = message.first + message.count
+        return self.apply(message.events, message.count)
+
+    def apply(self, packed: bytes, count: int) -> list[list[int]]:
+        heard = []
+        for change, part in segments(packed, count):
+            blocks = np.frombuffer(part, "<i8").tolist()
+            if change is Change.CLEARED:
                 self.held.clear()
-            elif event > 0:
-                assert event not in self.held, "stored twice"
-                self.held.add(event)
             else:
-                self.held.remove(-event)
+                self._check_chain(blocks)
+                self._store(blocks) if change is Change.STORED else self._remove(blocks)
+            heard.append([change * block for block in blocks])
+        return heard
+
+    def _check_chain(self, blocks: list[int]) -> None:
+        for before, block in pairwise(blocks):
+            assert self._parent_of[block] == before, "it does not extend the block before it"
+
+    def _store(self, chain: list[int]) -> None:
+        assert self.held.isdisjoint(chain), "stored twice"
+        assert self._parent_of[chain[0]] in self.held | {0}, "stored before its parent"
+        self.held.update(chain)
+
+    def _remove(self, tail: list[int]) -> None:
+        assert self.held.issuperset(tail), "it was not there"
+        self.held.difference_update(tail)
+        left_behind = {self._parent_of[block] for block in self.held}.intersection(tail)
+        assert not left_behind, "something extends it still"
 
 
 @pytest.mark.parametrize("eviction", ["lru", "ref_zero"])
@@ -371,7 +416,8 @@ def test_events_tell_the_engines_table_whatever_happens(
         **({"max_tokens": 96} if chunked else {}),
     )
     rig = Rig(engine, keeps_generated=keeps_generated)
-    listener, source = Listener(), random.Random(3)
+    family = Family(engine.context.kv_block_allocator, lambda: rig._epoch)
+    listener, source = Listener(family), random.Random(3)
     roots = [[source.randrange(32, 120) for _ in range(80)] for _ in range(4)]
     for round_ in range(60):
         if len(engine.requests) < 4:
@@ -416,3 +462,349 @@ def test_a_listener_that_was_there_before_still_hears(cpu_engine):
     engine.context.kv_block_allocator.on_blocks_deregistered = lambda ids, keys: heard.append(keys)
     Rig(engine).ask(PROMPT)
     assert set().union(*heard)
+
+
+# --- chains --------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Running:
+    """A request that holds blocks.
+
+    Attributes:
+        keys: Of all its blocks.
+        epoch: Weight epoch of these keys.
+        ids: The allocator's numbers of the blocks that it holds, its first ones.
+    """
+
+    keys: list[int]
+    epoch: int
+    ids: list[int]
+
+
+class Cache:
+    """The real allocator, used as the engine uses it, with our reporter watching.
+
+    A block is one token here.
+
+    Args:
+        eviction: The allocator's policy.
+        ahead: Whether a step is prepared before the one before it is through.
+        blocks: How many there are.
+
+    Attributes:
+        told: The blocks that were told stored, and not told removed.
+    """
+
+    def __init__(self, eviction: str = "lru", *, ahead: bool = False, blocks: int = 40):
+        from megatron.core.inference.config import AsyncScheduleMode, PrefixCachingEvictionPolicy
+        from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
+
+        mode = AsyncScheduleMode.ASYNC if ahead else AsyncScheduleMode.LEGACY
+        self.context = SimpleNamespace(
+            step_count=0, prefix_cache_lru_clock=0, config=SimpleNamespace(async_sched_mode=mode)
+        )
+        policy = PrefixCachingEvictionPolicy(eviction)
+        self.allocator = KVBlockAllocator(self.context, blocks + 1, 0, True, policy)
+        self.allocator.on_blocks_deregistered = self._note_gone
+        self.context.kv_block_allocator = self.allocator
+        self.running: list[Running] = []
+        self.told: set[int] = set()
+        self._steps_ahead = int(ahead)
+        self._registered_at: dict[int, tuple[int, int]] = {}  # key -> epoch, step
+        self.family = Family(self.allocator, lambda: self.reporter.key_epoch)
+        self.watch()
+
+    def watch(self) -> None:
+        from megatron.core.inference.coordinator.runtime.kv_reporter import KvReporter
+
+        self.reporter = KvReporter(self.context)
+
+    def schedule(self, prompt: list[int], blocks: int | None = None) -> Running:
+        """Start a request, with its first `blocks` blocks."""
+        epoch = self.reporter.epoch
+        request = Running(rekeyed(block_hashes(prompt, 1), epoch), epoch, [])
+        self.running.append(request)
+        self.go_on(request, len(prompt) if blocks is None else blocks)
+        return request
+
+    def go_on(self, request: Running, blocks: int) -> None:
+        """Schedule the next chunk: look up, pin, allocate and register, as `add_request` does."""
+        wanted = request.keys[len(request.ids) :][:blocks]
+        table = self.allocator.kv_hash_to_block_id
+        matched = [table[key] for key in wanted if key in table]
+        assert all(key in table for key in wanted[: len(matched)]), "a block without its parent"
+        pins = torch.tensor(matched, dtype=torch.int32)
+        self.allocator.block_ref_counts[pins] += 1
+        self.allocator.update_timestamps(pins)
+        new = self.allocator.allocate_memory_blocks(len(wanted) - len(matched))
+        if new is None:
+            self.allocator.block_ref_counts[pins] -= 1
+            return
+        first = len(request.ids) + len(matched)
+        request.ids += [*matched, *new.tolist()]
+        keys, parents = request.keys[first : len(request.ids)], [0, *request.keys][first:]
+        self.reporter.key_epoch = request.epoch
+        self.allocator.register_kv_block_hashes(new.tolist(), keys, parents[: len(keys)])
+        self._registered_at |= dict.fromkeys(keys, (request.epoch, self.context.step_count))
+
+    def finish(self, request: Running) -> None:
+        self.running.remove(request)
+        self.allocator.release_memory_blocks(torch.tensor(request.ids, dtype=torch.int32))
+
+    def step(self) -> None:
+        self.context.step_count += 1
+        self.context.prefix_cache_lru_clock += 1
+
+    def begin_epoch(self) -> None:
+        self.reporter.begin_epoch(self.reporter.epoch + 1)
+        self.told.clear()
+
+    def reset(self) -> None:
+        self.running.clear()
+        self.allocator.reset()
+        self.context.step_count = 0
+        self.told.clear()
+
+    def flush(self):
+        message = self.reporter.flush()
+        self.told = self.table()
+        return message
+
+    def table(self) -> set[int]:
+        """The blocks that are computed, and of the present weights."""
+        through = self.context.step_count - self._steps_ahead
+        held = [
+            key
+            for key in self.allocator.kv_hash_to_block_id
+            if self._registered_at[key][0] == self.reporter.epoch
+            and self._registered_at[key][1] < through
+        ]
+        return set(rekeyed(held, self.reporter.epoch))
+
+    def _note_gone(self, block_ids: list[int], keys: set[int]) -> None:
+        self.told.difference_update(rekeyed(list(keys), self.reporter.epoch))
+
+
+class Walk:
+    """Random steps of a cache and of a listener, compared after each flush.
+
+    Attributes:
+        seen: How often each kind of segment, and a break, was heard.
+    """
+
+    def __init__(self, seed: int, **fields):
+        self.source = random.Random(seed)
+        self.cache = Cache(**fields)
+        self.listener = Listener(self.cache.family)
+        self.seen: Counter = Counter()
+        self._scheduled: list[tuple[int, set[int]]] = []  # event number, what was told by then
+
+    def run(self, steps: int) -> None:
+        actions = [self.schedule] * 5 + [self.go_on, self.finish, self.step] * 3
+        actions += [self.flush] * 2 + [self.evict] * 2
+        for _ in range(steps):
+            self.source.choice(actions)()
+            if self.source.random() < 0.02:
+                self.source.choice([self.begin_epoch, self.reset, self.resync])()
+        self.flush()
+
+    def schedule(self) -> None:
+        self._scheduled.append((self.cache.reporter.event_number, set(self.cache.told)))
+        prompt = [self.source.choice([1, 1, 1, 2, 3]) for _ in range(self.source.randrange(1, 12))]
+        self.cache.schedule(prompt, self.source.choice([None, None, 1, 3]))
+
+    def go_on(self) -> None:
+        if self.cache.running:
+            self.cache.go_on(self.source.choice(self.cache.running), self.source.randrange(1, 6))
+
+    def finish(self) -> None:
+        if self.cache.running:
+            self.cache.finish(self.source.choice(self.cache.running))
+
+    def step(self) -> None:
+        self.cache.step()
+        if self.source.random() < 0.8:
+            self.flush()
+
+    def evict(self) -> None:
+        if self.cache.allocator.prefix_caching_eviction_policy.value == "lru":
+            evictable = int(self.cache.allocator.get_evictable_block_count())
+            self.cache.allocator.evict_lru_blocks(self.source.randrange(evictable + 1))
+
+    def begin_epoch(self) -> None:
+        self.cache.begin_epoch()
+        self._scheduled.clear()
+
+    def reset(self) -> None:
+        self.cache.reset()
+        self._scheduled.clear()
+
+    def resync(self) -> None:
+        self.cache.reporter.resync()
+        self._scheduled.clear()
+
+    def flush(self) -> None:
+        message = self.cache.flush()
+        if message is not None:
+            self._check_numbers(message)
+        for part in self.listener.hear(message):
+            self.seen["cleared" if not part else "stored" if part[0] > 0 else "removed"] += 1
+            self.seen["long"] += len(part) > 1
+        if message is not None:
+            events = np.frombuffer(message.events, "<i8")
+            self.seen["break"] += int((events == BREAK).sum())
+        assert self.listener.held == self.cache.table()
+        self._scheduled.clear()
+
+    def _check_numbers(self, message) -> None:
+        """A request's event number cuts the events at what was told when it was scheduled."""
+        for number, told in self._scheduled:
+            before = Listener(self.cache.family)
+            before.held |= self.listener.held
+            count = number - message.first
+            before.apply(message.events[: 8 * count], count)
+            assert before.held == told
+            self.seen["number"] += count > 0
+
+
+@pytest.mark.parametrize("eviction", ["lru", "ref_zero"])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_listener_never_holds_a_block_without_its_parent(eviction, ahead, seed):
+    """Whatever happens, and after every single segment."""
+    walk = Walk(seed, eviction=eviction, ahead=ahead, blocks=30 + 10 * seed)
+    walk.run(600)
+    assert min(walk.seen[k] for k in ("stored", "removed", "break", "long", "number")) > 5
+    assert walk.seen["cleared"] > 3
+
+
+def hashed(*prompt: int) -> list[int]:
+    return block_hashes(prompt, 1)
+
+
+def events_of(cache: Cache) -> list[int]:
+    message = cache.flush()
+    return np.frombuffer(message.events, "<i8").tolist() if message is not None else []
+
+
+def stored_by(cache: Cache, *prompts: list[int]) -> list[int]:
+    """Run these prompts together in one step, and let them end; the events."""
+    requests = [cache.schedule(prompt) for prompt in prompts]
+    cache.step()
+    events = events_of(cache)
+    for request in requests:
+        cache.finish(request)
+    return events
+
+
+def test_a_break_stands_where_a_chain_does_not_go_on():
+    cache = Cache()
+    one, two = hashed(1, 2, 3), hashed(7, 8)
+    assert stored_by(cache, [1, 2, 3], [7, 8]) == [CLEARED, *one, BREAK, *two]
+    # What goes on from an earlier batch is a chain of its own.
+    assert stored_by(cache, [1, 2, 3, 4], [7, 9]) == [hashed(1, 2, 3, 4)[3], BREAK, hashed(7, 9)[1]]
+
+
+def test_what_was_scheduled_in_pieces_is_told_in_one_chain():
+    cache = Cache()
+    request = cache.schedule([1, 2, 3, 4], 2)
+    cache.schedule([7])
+    cache.go_on(request, 2)
+    cache.step()
+    assert events_of(cache) == [CLEARED, *hashed(1, 2, 3, 4), BREAK, *hashed(7)]
+
+
+def test_the_branches_of_a_block_are_removed_before_it_or_with_it():
+    cache = Cache()
+    stored_by(cache, [1, 2], [1, 3], [1, 3, 4], [1, 3, 5], [6])
+    cache.allocator.evict_lru_blocks(6)
+    p, x = hashed(1, 2)
+    _, y, y4 = hashed(1, 3, 4)
+    (*_, y5) = hashed(1, 3, 5)
+    (six,) = hashed(6)
+    assert events_of(cache) == [-six, BREAK, -y5, BREAK, -y, -y4, BREAK, -p, -x]
+
+
+def test_the_order_in_which_blocks_are_deregistered_says_nothing():
+    events = set()
+    for seed in range(20):
+        cache = Cache()
+        stored_by(cache, [1, 2, 3], [1, 2, 4], [1, 5])
+        keys = list(cache.allocator.kv_hash_to_block_id)
+        random.Random(seed).shuffle(keys)
+        cache.allocator.on_blocks_deregistered([], keys)
+        events.add(tuple(events_of(cache)))
+    assert len(events) == 1
+
+
+def test_a_change_between_stored_and_removed_needs_no_break():
+    cache = Cache()
+    stored_by(cache, [1, 2])
+    cache.allocator.evict_lru_blocks(1)
+    assert stored_by(cache, [5, 6]) == [-hashed(1, 2)[1], *hashed(5, 6)]
+
+
+def test_one_deregistration_after_another_is_no_chain():
+    """From the end of a chain to its root: the second does not extend the first."""
+    cache = Cache()
+    stored_by(cache, [1, 2, 3])
+    cache.allocator.evict_lru_blocks(1)
+    cache.allocator.evict_lru_blocks(2)
+    one, two, three = hashed(1, 2, 3)
+    assert events_of(cache) == [-three, BREAK, -one, -two]
+
+
+def test_the_whole_table_is_told_in_as_few_chains_as_there_are_leaves():
+    cache = Cache()
+    stored_by(cache, [1, 2], [7])
+    stored_by(cache, [1, 2, 3, 4], [1, 5])
+    cache.reporter.resync()
+    *_, five = hashed(1, 5)
+    everything = [CLEARED, *hashed(1, 2, 3, 4), BREAK, *hashed(7), BREAK, five]
+    assert events_of(cache) == everything
+    # What is computed meanwhile goes on from what was told last, where it does.
+    cache.reporter.resync()
+    assert stored_by(cache, [1, 5, 6]) == [*everything, hashed(1, 5, 6)[2]]
+
+
+def test_what_was_never_computed_is_told_neither_stored_nor_removed():
+    cache = Cache("ref_zero")
+    kept = cache.schedule([1, 2])
+    cache.step()
+    assert events_of(cache) == [CLEARED, *hashed(1, 2)]
+    cache.finish(cache.schedule([1, 2, 3, 4]))
+    cache.step()
+    assert events_of(cache) == []
+    cache.schedule([1, 2, 3])
+    cache.finish(kept)
+    assert events_of(cache) == []
+    cache.step()
+    assert events_of(cache) == [hashed(1, 2, 3)[2]]
+
+
+def test_an_event_number_counts_the_breaks_before_it():
+    cache = Cache()
+    stored_by(cache, [1, 2], [7])
+    assert cache.reporter.event_number == 5  # a clear, 2 blocks, a break, a block
+    cache.allocator.evict_lru_blocks(1)
+    assert cache.reporter.event_number == 6
+    cache.allocator.evict_lru_blocks(1)
+    assert cache.reporter.event_number == 8
+    message = cache.flush()
+    assert (message.first, message.count) == (5, 3)
+
+
+def test_a_cache_that_was_used_before_it_was_watched_starts_empty():
+    cache = Cache()
+    stored_by(cache, [1, 2])
+    used = cache.schedule([5, 6])
+    cache.step()
+    cache.watch()
+    assert set(cache.allocator.kv_hash_to_block_id) == set(hashed(5, 6))
+    # What extends a block that was never told has no place in a chain.
+    assert stored_by(cache, [5, 6, 7], [1, 2]) == [CLEARED, *hashed(1, 2)]
+    cache.finish(used)
+    cache.allocator.evict_lru_blocks(5)
+    one, two = hashed(1, 2)
+    assert events_of(cache) == [-one, -two]

@@ -5,13 +5,13 @@ How ranks start, meet and end is in test_engine_start.py; a real engine is in te
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from dummy_engine import DummyContext, DummyEngine, released_bookkeep
+from dummy_engine import DummyContext, DummyEngine, released_bookkeep, released_reset
 from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
 from megatron.core.inference.sampling_params import SamplingParams
@@ -22,11 +22,13 @@ from megatron.core.inference.coordinator.runtime import engine_end, engine_step,
 from megatron.core.inference.coordinator.runtime.byte_tokenizer import ByteTokenizer
 from megatron.core.inference.coordinator.runtime.engine_cache import EngineCache
 from megatron.core.inference.coordinator.runtime.engine_end import EngineEnd
+from megatron.core.inference.coordinator.runtime.engine_signals import signals_towards
 
 
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch) -> None:
     monkeypatch.setattr(engine_step, "_released_bookkeep", released_bookkeep)
+    monkeypatch.setattr(engine_step, "_released_reset", released_reset)
 
 
 @dataclass
@@ -36,9 +38,13 @@ class DummyLink:
     waiting: list[list[bytes]] = field(default_factory=list)
     sent: list[m.ToCoordinator] = field(default_factory=list)
     checks: int = 0
+    broke: bool = False
+    broken: bool = False
 
-    def check(self) -> None:
+    def check(self) -> bool:
         self.checks += 1
+        broke, self.broke = self.broke, False
+        return broke
 
     def drain(self) -> list[list[bytes]]:
         taken, self.waiting = self.waiting, []
@@ -268,42 +274,328 @@ def test_what_is_no_message_is_logged_and_hurts_nobody(frames, caplog):
     assert line.startswith("message_refused reason=")
 
 
+# --- given up, and taken again -----------------------------------------------------------------
+
+REGISTRATION = m.Register(1, "job", 1, 0, 8, 4, 100, "lru")
+ACK = m.RegisterAck(1, 2, 5, FleetState.RUNNING)
+
+
+def registered_as(epoch: int) -> m.Register:
+    return replace(REGISTRATION, weight_epoch=epoch)
+
+
+def make_registered(linked: bool = True) -> tuple[DummyEngine, DummyLink]:
+    engine, link = make_engine(linked)
+    if linked:
+        engine.end.registration = REGISTRATION
+    else:
+        engine.end.subscriber = SimpleNamespace(receive=lambda give_up: link.drain())
+    return engine, link
+
+
 def test_a_rank_that_is_told_to_register_again_does_so_once_under_its_present_epoch():
-    engine, link = make_engine()
-    engine.end.registration = m.Register(1, "job", 1, 0, 8, 4, 100, "lru")
+    engine, link = make_registered()
     engine.end.cache.begin_epoch(engine, 3)
-    link.say(m.RegisterAgain(), submit(1), m.RegisterAgain())
+    link.say(m.RegisterAgain(), m.RegisterAgain())
     engine.schedule_requests()
-    assert engine.did == ["add 1"]
     # A second registration would cost the requests that were routed after the first.
-    assert link.sent == [m.Register(1, "job", 1, 3, 8, 4, 100, "lru")]
-    link.say(m.RegisterAck(1, 2, 5, FleetState.RUNNING))
+    assert link.sent == [registered_as(3)]
+    link.say(ACK)
     engine.schedule_requests()
     assert engine.end.cache.epoch == 5
     link.say(m.RegisterAgain())
     engine.schedule_requests()
-    assert link.sent[1:] == [m.Register(1, "job", 1, 5, 8, 4, 100, "lru")]
+    assert link.sent[1:] == [registered_as(5)]
 
 
 def test_a_registration_that_got_lost_is_repeated(monkeypatch):
-    engine, link = make_engine()
-    engine.end.registration = m.Register(1, "job", 1, 0, 8, 4, 100, "lru")
+    engine, link = make_registered()
     clock = [100.0]
     monkeypatch.setattr(engine_end.time, "monotonic", lambda: clock[0])
     for later in (0.0, 1.9, 2.1, 0.1):
         clock[0] += later
         link.say(m.RegisterAgain())
         engine.schedule_requests()
-    assert link.sent == [engine.end.registration] * 2
+    assert link.sent == [REGISTRATION] * 2
 
 
 def test_ranks_without_a_link_do_not_register():
-    engine, link = make_engine(linked=False)
-    engine.end.subscriber = SimpleNamespace(receive=lambda give_up: link.drain())
-    link.say(m.RegisterAgain(), m.RegisterAck(1, 2, 5, FleetState.RUNNING))
+    engine, link = make_registered(linked=False)
+    link.say(m.RegisterAgain(), ACK)
     engine.schedule_requests()
     assert link.sent == []
     assert engine.end.cache.epoch == 5  # the same on all ranks of a group
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_what_others_compute_now_is_dropped_without_an_answer_on_all_ranks(linked, caplog):
+    engine, link = make_registered(linked)
+    engine.end.cache.begin_epoch(engine, 4)
+    link.say(submit(1), submit(2), m.RegisterAgain(), m.RegisterAgain())
+    with caplog.at_level(logging.WARNING):
+        engine.schedule_requests()
+    assert engine.did == ["add 1", "add 2", "reset"]
+    assert (engine.requests, engine.end.cache.found) == ({}, {})
+    assert "requests_dropped requests=2" in caplog.messages
+    assert link.sent == ([registered_as(4)] if linked else [])
+    # What the released reset forgets of the coordinator is kept.
+    assert (engine.use_coordinator, engine.end.cache.epoch) == (True, 4)
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_requests_are_dropped_once_until_it_is_taken_again(linked):
+    """What comes later was routed to the new registration; an old demand must not cost it."""
+    engine, link = make_registered(linked)
+    link.say(submit(1), m.RegisterAgain(), submit(2), m.RegisterAgain(), ACK, submit(3))
+    engine.schedule_requests()
+    assert engine.did == ["add 1", "reset", "add 2", "add 3"]
+    link.say(m.RegisterAgain())
+    engine.schedule_requests()
+    assert engine.did[4:] == ["reset"]
+
+
+def test_an_engine_without_requests_keeps_its_cache_when_it_registers_again():
+    engine, link = make_registered()
+    link.say(m.RegisterAgain(), ACK)
+    engine.schedule_requests()
+    assert engine.did == []
+
+
+@pytest.mark.parametrize("state", [EngineState.SUSPENDING, EngineState.SUSPENDED])
+def test_an_engine_that_gave_its_memory_back_is_not_reset(state):
+    engine, link = make_registered()
+    link.say(submit(1))
+    engine.schedule_requests()
+    engine.state = state
+    link.say(m.RegisterAgain())
+    engine.schedule_requests()
+    assert engine.did == ["add 1"]
+    assert link.sent == [REGISTRATION]
+
+
+@pytest.mark.parametrize(
+    "state", [EngineState.PAUSING, EngineState.PAUSED, EngineState.UNPAUSING, EngineState.RESUMING]
+)
+def test_a_reset_leaves_the_engine_in_the_state_that_it_was_told(state):
+    engine, link = make_registered()
+    link.say(submit(1))
+    engine.schedule_requests()
+    engine.state, events = state, engine._state_events
+    link.say(m.RegisterAgain())
+    engine.schedule_requests()
+    assert engine.did == ["add 1", "reset"]
+    assert (engine.state, engine._state_events) == (state, events)
+
+
+def test_a_connection_that_broke_is_registered_on_anew_and_what_was_running_is_dropped():
+    """What was on its way is lost, whether or not the coordinator has noticed."""
+    engine, link = make_registered()
+    published: list[list[list[bytes]]] = []
+    engine.end.publisher = SimpleNamespace(publish=published.append)
+    link.say(submit(1), submit(2))
+    engine.schedule_requests()
+    for _ in range(2):  # at once again: the first registration may be lost as well
+        link.broke = True
+        engine.schedule_requests()
+    assert link.sent == [REGISTRATION] * 2
+    assert engine.did == ["add 1", "add 2", "reset"]
+    again = wire.encode(m.RegisterAgain())
+    assert published[1:] == [[again], [again]]  # the other ranks of the group do the same
+
+
+S, F = EngineState, FleetState
+PAUSED, SUSPENDED = [Signal.PAUSE], [Signal.PAUSE, Signal.SUSPEND]
+CATCHING_UP = {
+    S.RUNNING: {F.RUNNING: [], F.PAUSED: PAUSED, F.SUSPENDED: SUSPENDED},
+    S.UNPAUSING: {F.RUNNING: [], F.PAUSED: PAUSED, F.SUSPENDED: SUSPENDED},
+    S.PAUSING: {F.RUNNING: [Signal.UNPAUSE], F.PAUSED: [], F.SUSPENDED: [Signal.SUSPEND]},
+    S.PAUSED: {F.RUNNING: [Signal.UNPAUSE], F.PAUSED: [], F.SUSPENDED: [Signal.SUSPEND]},
+    S.RESUMING: {F.RUNNING: [Signal.UNPAUSE], F.PAUSED: [], F.SUSPENDED: [Signal.SUSPEND]},
+    S.SUSPENDING: {
+        F.RUNNING: [Signal.RESUME, Signal.UNPAUSE],
+        F.PAUSED: [Signal.RESUME],
+        F.SUSPENDED: [],
+    },
+    S.SUSPENDED: {
+        F.RUNNING: [Signal.RESUME, Signal.UNPAUSE],
+        F.PAUSED: [Signal.RESUME],
+        F.SUSPENDED: [],
+    },
+}
+SETTLED = {
+    S.PAUSING: S.PAUSED,
+    S.UNPAUSING: S.RUNNING,
+    S.SUSPENDING: S.SUSPENDED,
+    S.RESUMING: S.PAUSED,
+}
+SAME = {F.RUNNING: S.RUNNING, F.PAUSED: S.PAUSED, F.SUSPENDED: S.SUSPENDED}
+PAIRS = [(state, fleet) for state, row in CATCHING_UP.items() for fleet in row]
+
+
+def test_every_state_of_engine_and_fleet_is_in_the_table():
+    assert {fleet for _, fleet in PAIRS} == set(FleetState)
+    # Where an engine is created, or has ended, it registers with nobody.
+    created = {"STOPPING", "STOPPED", "RESUMED"}
+    assert {state.name for state in EngineState} - created == {s.name for s in CATCHING_UP}
+
+
+@pytest.mark.parametrize(("state", "fleet"), PAIRS)
+def test_an_engine_is_brought_to_the_fleet_s_state_before_anything_else(state, fleet):
+    assert list(signals_towards(state, fleet)) == CATCHING_UP[state][fleet]
+    engine, link = make_registered()
+    engine.state = state
+    link.say(m.RegisterAck(1, 2, 5, fleet), submit(1))
+    for _ in range(6):  # as the engine's loop does
+        engine.schedule_requests()
+        waits = bool(engine.end.inbox)
+        assert waits is ("add 1" not in engine.did)
+        engine.state = SETTLED.get(engine.state, engine.state)
+    assert engine.state is SAME[fleet]
+    assert [did for did in engine.did if did != "add 1"] == [
+        signal.name.lower()
+        for signal in CATCHING_UP[state][fleet]
+        if signal in (Signal.SUSPEND, Signal.RESUME)
+    ]
+    assert engine.end.cache.epoch == 5  # the acknowledgement's; no signal counts it on
+
+
+def test_what_the_fleet_is_told_after_the_acknowledgement_comes_after_it():
+    engine, link = make_registered()
+    link.say(m.RegisterAck(1, 2, 0, FleetState.SUSPENDED), RESUME, submit(1), UNPAUSE)
+    for _ in range(8):
+        engine.schedule_requests()
+        engine.state = SETTLED.get(engine.state, engine.state)
+    assert engine.did == ["suspend", "resume", "add 1"]
+    assert (engine.state, engine.end.cache.epoch) == (EngineState.RUNNING, 1)
+
+
+# --- leaving -------------------------------------------------------------------------------------
+
+
+def left(engine: DummyEngine) -> bool:
+    """Whether the next step ends the engine's loop."""
+    try:
+        engine.schedule_requests()
+    except asyncio.CancelledError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_an_engine_leaves_when_it_has_answered_everything_and_nothing_more_comes(linked):
+    engine, link = make_registered(linked)
+    engine.end.leaving = linked  # the signal may come to any rank at any time
+    link.say(submit(1), submit(2))
+    assert not left(engine)
+    step(engine, 1)
+    link.say(submit(3), m.DrainAck())
+    assert not left(engine)
+    step(engine, 2)
+    assert not left(engine)
+    step(engine, 3)
+    assert left(engine)
+    if linked:
+        drain, *replies = link.sent
+        assert drain == m.Drain()
+        assert [a.request_id for reply in replies for a in reply.answers] == [1, 2, 3]
+    else:
+        assert link.sent == []
+
+
+def test_an_idle_engine_that_wants_to_leave_waits_for_the_coordinator_s_word():
+    engine, link = make_registered()
+    engine.end.leaving = True
+    assert not left(engine)  # a request may be on its way
+    link.say(submit(1))
+    assert not left(engine)
+    link.say(m.DrainAck())
+    assert not left(engine)
+    step(engine, 1)
+    assert left(engine)
+
+
+def test_the_wish_to_leave_is_repeated_until_it_is_heard(monkeypatch):
+    engine, link = make_registered()
+    clock = [100.0]
+    monkeypatch.setattr(engine_end.time, "monotonic", lambda: clock[0])
+    link.say(submit(1))
+    engine.end.leaving = True
+    for later in (0.0, 1.9, 0.2, 1.9, 0.2):
+        clock[0] += later
+        assert not left(engine)
+    assert link.sent == [m.Drain()] * 3
+    link.say(m.DrainAck())
+    assert not left(engine)
+    clock[0] += 10
+    assert not left(engine)
+    assert link.sent == [m.Drain()] * 3
+
+
+@pytest.mark.parametrize("broke", [True, False])
+def test_who_wants_to_leave_and_is_no_part_of_the_fleet_just_leaves(broke):
+    """Its connection broke, or the coordinator knows it no more; others have its requests."""
+    engine, link = make_registered()
+    published: list[list[list[bytes]]] = []
+    engine.end.publisher = SimpleNamespace(publish=published.append)
+    link.say(submit(1))
+    engine.end.leaving = True
+    assert not left(engine)
+    link.broke = broke
+    if not broke:
+        link.say(m.RegisterAgain())
+    assert left(engine)
+    assert link.sent == [m.Drain()]  # and no registration
+    assert engine.did == ["add 1", "reset"]
+    expected = [wire.encode(m.RegisterAgain()), wire.encode(m.DrainAck())]
+    assert published[-1] == expected  # so that the other ranks leave at the same step
+    other, channel = make_registered(linked=False)
+    channel.say(submit(1), *expected)
+    assert left(other)
+
+
+def test_who_wants_to_leave_does_not_wait_for_a_coordinator_that_is_gone():
+    engine, link = make_registered()
+    link.broke = link.broken = True
+    assert not left(engine)
+    engine.end.leaving = True
+    assert left(engine)
+
+
+def test_a_paused_engine_leaves_as_well_once_nothing_is_left():
+    engine, link = make_registered()
+    engine.state = EngineState.PAUSED
+    engine.end.leaving = True
+    link.say(m.DrainAck())
+    assert left(engine)
+
+
+def test_requests_behind_a_signal_that_waits_are_answered_first():
+    engine, link = make_registered()
+    engine.end.leaving = True
+    link.say(PAUSE, UNPAUSE, submit(1), m.DrainAck())
+    assert not left(engine)
+    assert engine.did == []
+    engine.state = EngineState.PAUSED
+    assert not left(engine)
+    engine.state = EngineState.RUNNING
+    assert not left(engine)
+    step(engine, 1)
+    assert left(engine)
+
+
+def test_expert_parallel_ranks_leave_together():
+    """A rank with nothing left takes part in the steps of the others until all are through."""
+    engine, link = make_registered()
+    engine.ep_world_size = 2
+    link.say(m.DrainAck())
+    assert not left(engine)
+    for _ in range(3):
+        assert not left(engine)
+        assert engine.state is EngineState.PAUSING  # until they all are
+    assert [message.signal for message in engine.end.inbox] == [Signal.STOP]
+    engine.state = EngineState.PAUSED
+    assert not left(engine)
+    assert engine.state is EngineState.STOPPING
 
 
 # --- requests ------------------------------------------------------------------------------------

@@ -16,18 +16,29 @@ from typing import Any
 import pytest
 import torch
 import zmq
-from dummy_engine import BLOCK, LRU, DummyContext, DummyEngine, released_bookkeep
+from dummy_engine import (
+    BLOCK,
+    LRU,
+    DummyContext,
+    DummyEngine,
+    released_bookkeep,
+    released_reset,
+)
+from live_coordinator import Running
 from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.core.inference.coordinator import messages as m
-from megatron.core.inference.coordinator.core import Coordinator
 from megatron.core.inference.coordinator.lifecycle import FleetState
 from megatron.core.inference.coordinator.runtime import engine_start, engine_step, sockets, wire
 from megatron.core.inference.coordinator.runtime.client import InferenceClient
-from megatron.core.inference.coordinator.runtime.loop import CoordinatorLoop
+from megatron.core.inference.coordinator.runtime.link import GRACE_SECONDS
 from megatron.core.inference.coordinator.runtime.process import CoordinatorDied, bind
-from megatron.core.inference.coordinator.settings import CoordinatorSettings, RoutingSettings
+from megatron.core.inference.coordinator.settings import (
+    CoordinatorSettings,
+    FleetSettings,
+    RoutingSettings,
+)
 
 SECONDS = 10
 """Until a test that waits for something gives up."""
@@ -80,40 +91,11 @@ def _made_up_groups(monkeypatch) -> None:
     )
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     monkeypatch.setattr(engine_step, "_released_bookkeep", released_bookkeep)
+    monkeypatch.setattr(engine_step, "_released_reset", released_reset)
     monkeypatch.setattr(engine_start, "_REGISTER_SECONDS", 5.0)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
-
-
-class Running:
-    """A coordinator's loop in a thread."""
-
-    def __init__(self, **settings: Any):
-        self.context = zmq.Context()
-        router = sockets.router(self.context)
-        self.address = bind(router, "127.0.0.1", 0)
-        core = Coordinator(CoordinatorSettings(block_size_tokens=BLOCK, **settings))
-        self.loop = CoordinatorLoop(core, router)
-        self._thread = threading.Thread(target=self._run, args=(router,))
-        self._thread.start()
-
-    @property
-    def port(self) -> int:
-        return int(self.address.rsplit(":", 1)[1])
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return self.loop.events.counts
-
-    def _run(self, router: zmq.Socket) -> None:
-        self.loop.run()
-        router.close(linger=0)
-
-    def close(self) -> None:
-        self.loop.stop()
-        self._thread.join(SECONDS)
-        self.context.destroy(linger=0)
 
 
 @contextmanager
@@ -262,7 +244,7 @@ def test_a_registration_tells_what_the_coordinator_must_know(caching):
     block = BLOCK if caching else 0
     assert first == m.Register(1, first.replica, 0, 0, 8, block, 100, "lru")
     assert sorted(peer for peer, _ in received) == [
-        f"engine-{first.replica}-{rank}".encode() for rank in (0, 1)
+        f"engine-{first.replica}-{rank}-1".encode() for rank in (0, 1)
     ]
 
 
@@ -283,7 +265,8 @@ class DummyProcess:
     def __init__(self, settings: Any, tokenizer: Any):
         self.made.append(self)
         self.settings, self.tokenizer = settings, tokenizer
-        self.live = Running(expected_ranks=settings.coordinator.expected_ranks)
+        expected = settings.coordinator.expected_ranks
+        self.live = Running(lock=settings.lock, expected_ranks=expected)
         self.address = self.live.address
         self.process = object()
         self.died: str | None = None
@@ -425,6 +408,165 @@ def test_barriers_are_made_for_groups_of_more_than_one(world, ep, expected, proc
     assert len(made) == (world if expected else 0)
 
 
+# --- a coordinator that is there already --------------------------------------------------------
+
+
+@pytest.mark.parametrize("linked_alone", [True, False])
+def test_a_job_joins_a_coordinator_that_is_there_and_starts_none(processes, linked_alone):
+    engines = [DummyEngine(groups) for groups in make_groups(dp=2, tp=1 if linked_alone else 2)]
+    with running() as live:
+        with started(engines, coordinator_address=live.address) as addresses:
+            assert addresses == [live.address] * len(engines)
+            assert len(live.loop.core.fleet.ranks) == 2
+            graces = {e.end.link._grace for e in engines if e.end.link is not None}
+            assert graces == {engine_start.RECONNECT_SECONDS}
+            assert len(asyncio.run(asked(live.address, *([n] * 5 for n in range(6))))) == 6
+        wait_for(lambda: live.counts["rank_left"] == 2)
+    assert processes == []
+
+
+def test_a_coordinator_of_the_job_itself_is_soon_given_up(processes):
+    engine = DummyEngine(*make_groups())
+    with started([engine]):
+        assert engine.end.link._grace == GRACE_SECONDS
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_who_joins_a_paused_fleet_is_paused_and_serves_once_the_fleet_goes_on(tp):
+    engines = [DummyEngine(groups) for groups in make_groups(tp=tp)]
+    states = []
+
+    async def run(address: str) -> None:
+        client = InferenceClient(address, connect_timeout=10)
+        client.start(asyncio.get_running_loop())
+        client.set_generation_epoch(7)
+        client.pause_engines()
+        await until(lambda: live.loop.core.fleet.state is FleetState.PAUSED)
+        with started(engines, coordinator_address=address):
+            await until(lambda: all(e.state is EngineState.PAUSED for e in engines))
+            states.append([e.end.cache.epoch for e in engines])
+            future = client.add_request([1, 2, 3], SamplingParams(termination_id=-1))
+            await until(lambda: all(e.requests for e in engines))
+            await asyncio.sleep(0.1)
+            assert not future.done()
+            client.unpause_engines()
+            assert (await asyncio.wait_for(future, SECONDS))["status"] == "COMPLETED"
+            assert all(e.state is EngineState.RUNNING for e in engines)
+        client.stop()
+
+    with running() as live:
+        asyncio.run(run(live.address))
+    assert states == [[1] * tp]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(int(SECONDS / 0.01)):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not happen")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_coordinator_that_is_started_again_gets_its_engines_back(tp):
+    engines = [DummyEngine(groups) for groups in make_groups(dp=2, tp=tp)]
+    first = Running(expected_ranks=2)
+    try:
+        with started(engines, coordinator_address=first.address):
+            asyncio.run(asked(first.address, "hi"))
+            first.close()
+            with running(port=first.port, expected_ranks=2) as second:
+                wait_for(lambda: len(second.loop.core.fleet.ranks) == 2)
+                replies = asyncio.run(asked(second.address, *([n] * 5 for n in range(6))))
+                assert [reply["status"] for reply in replies] == ["COMPLETED"] * 6
+                assert {r.generation for r in second.loop.core.fleet.ranks} == {1}
+                assert second.counts["reply_dropped"] == 0
+    finally:
+        first.close()
+    assert all("reset" not in e.did for e in engines)  # nothing was running
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_engine_that_hung_comes_back_as_a_new_generation(tp):
+    """It hangs with a request: another replica answers that, and the late answer is dropped."""
+    hanging, other = ([DummyEngine(groups) for groups in make_groups(tp=tp)] for _ in range(2))
+    go_on = threading.Event()
+    hung = threading.Event()
+
+    async def hang(*finished: int) -> dict:
+        hung.set()
+        await asyncio.to_thread(lambda: None)
+        go_on.wait(SECONDS)
+        del hanging[0].step
+        return await hanging[0].step(*finished)
+
+    hanging[0].step = hang  # type: ignore[method-assign]
+    with running(fleet=FleetSettings(hung_timeout=2.5)) as live:
+        with started(hanging, coordinator_address=live.address):
+            number = next(iter(live.loop.core.fleet.ranks)).number
+
+            async def run() -> list[dict]:
+                client = InferenceClient(live.address, connect_timeout=10)
+                client.start(asyncio.get_running_loop())
+                first = client.add_request([1, 2, 3], SamplingParams(termination_id=-1))
+                await until(hung.is_set)
+                with started(other, coordinator_address=live.address):
+                    reply = await asyncio.wait_for(first, SECONDS)
+                    assert live.counts["rank_lost"] == 1
+                    go_on.set()
+                    await until(lambda: len(live.loop.core.fleet.ranks) == 2)
+                await until(lambda: len(live.loop.core.fleet.ranks) == 1)
+                second = client.add_request([4, 5, 6], SamplingParams(termination_id=-1))
+                replies = [reply, await asyncio.wait_for(second, SECONDS)]
+                client.stop()
+                return replies
+
+            replies = asyncio.run(run())
+            assert [reply["status"] for reply in replies] == ["COMPLETED"] * 2
+            rank = next(iter(live.loop.core.fleet.ranks))
+            assert (rank.number, rank.generation) == (number, 2)
+        assert live.counts["reply_from_stranger"] == 1
+        assert live.counts["reply_dropped"] == 0
+    assert hanging[0].did == ["add 0", "add 2"]
+    assert other[0].did == ["add 1"]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_job_that_leaves_answers_what_it_has_and_nothing_is_tried_again(tp):
+    leaving, staying = ([DummyEngine(groups) for groups in make_groups(tp=tp)] for _ in range(2))
+    with (
+        running() as live,
+        started(staying, coordinator_address=live.address),
+        started(leaving, coordinator_address=live.address),
+    ):
+
+        async def run() -> list[dict]:
+            client = InferenceClient(live.address, connect_timeout=10)
+            client.start(asyncio.get_running_loop())
+            params = SamplingParams(termination_id=-1)
+            futures = []
+            for n in range(60):
+                futures.append(client.add_request([n] * 5, params))
+                if n == 20:
+                    for engine in leaving:
+                        engine.end.leaving = True
+                await asyncio.sleep(0.002)
+            replies = await asyncio.wait_for(asyncio.gather(*futures), SECONDS)
+            client.stop()
+            return replies
+
+        replies = asyncio.run(run())
+        assert [reply["status"] for reply in replies] == ["COMPLETED"] * 60
+        wait_for(lambda: all(e.state is EngineState.STOPPED for e in leaving))
+        wait_for(lambda: live.counts["rank_left"] == 1)
+        assert live.counts["rank_draining"] == 1
+        assert live.counts["rank_lost"] == live.counts["reply_dropped"] == 0
+        assert {e.state for e in staying} == {EngineState.RUNNING}
+    assert len({tuple(e.did) for e in leaving}) == 1
+    assert leaving[0].did
+    assert len(leaving[0].did) + len(staying[0].did) == 60
+
+
 # --- ending --------------------------------------------------------------------------------------
 
 
@@ -436,7 +578,7 @@ def test_shutdown_lets_go_of_everything_and_may_be_called_again():
         await asyncio.sleep(0)
         engine.engine_loop_task.cancel()
         await asyncio.wait({engine.engine_loop_task})
-        assert link._monitor.closed
+        assert link._connection.watch.closed
         assert link.socket.closed
         assert engine.zmq_context.closed
         assert engine.state is EngineState.STOPPED

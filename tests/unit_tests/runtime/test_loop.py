@@ -27,7 +27,7 @@ from megatron.core.inference.coordinator.runtime.client import (
 )
 from megatron.core.inference.coordinator.runtime.loop import CoordinatorLoop
 from megatron.core.inference.coordinator.runtime.process import bind
-from megatron.core.inference.coordinator.settings import CoordinatorSettings
+from megatron.core.inference.coordinator.settings import CoordinatorSettings, FleetSettings
 
 BLOCK = 4
 WAIT_MS = 5000
@@ -43,6 +43,10 @@ class Tokenizer:
 
     def detokenize(self, tokens: list[int]) -> str:
         return "".join(chr(t) for t in tokens)
+
+
+BODY = b"\x80"
+"""A packed reply: an empty map."""
 
 
 class Running:
@@ -111,13 +115,14 @@ class Engine:
             if isinstance(message, kind):
                 return message
 
-    def answer(self, request: m.EngineRequest, text: str | None = "hi") -> None:
+    def answer(self, request: m.EngineRequest, text: str | None = "hi", **more) -> None:
         reply = {
             "request_id": request.request_id,
             "status": "COMPLETED",
             "generated_tokens": [104, 105],
             "generated_text": text,
             "sampling_params": {},
+            **more,
         }
         body = wire.pack(reply)
         answer = m.Answer(request.request_id, "COMPLETED", 0, request.weight_epoch, body)
@@ -257,31 +262,35 @@ def test_a_client_that_vanishes_with_requests_in_flight_hurts_nobody():
         assert live.loop.core.fleet.ledger.load(0) == 0
 
 
-def test_a_rank_that_registers_twice_is_a_new_generation_and_its_requests_end_in_errors():
+def test_a_rank_that_registers_twice_is_a_new_generation_and_gets_its_requests_again():
     with running() as live:
         engine, client = Engine(live), live.peer()
         connect(client)
         client.send_multipart(wire.encode(submission()))
-        engine.hear(m.EngineRequest)
+        first = engine.hear(m.EngineRequest)
         engine.say(m.Register(1, "job", 0, 0, 8, BLOCK, 1000, "lru"))
         assert engine.hear(m.RegisterAck).generation == 2
-        error = wire.decode_from_coordinator(receive(client))
-        assert (error.code, error.client_request_id) == ("replica_lost", 0)
-        round_trip(client, engine, request_id=1)
+        again = engine.hear(m.EngineRequest)
+        assert (again.prompt, again.request_id) == (first.prompt, first.request_id + 1)
+        for request_id in (first.request_id, again.request_id):  # of the first nobody wants to know
+            engine.say(m.EngineReply((m.Answer(request_id, "COMPLETED", 0, 0, BODY),)))
+        assert wire.decode_from_coordinator(receive(client)) == m.Reply(0, BODY)
+        round_trip(client, engine, request_id=2)
+    assert live.loop.events.counts["reply_dropped"] == 1
 
 
-def test_a_rank_that_dies_takes_its_requests_with_it_and_later_ones_go_elsewhere():
+def test_the_requests_of_a_rank_that_dies_go_elsewhere():
     with running(expected_ranks=2) as live:
         first, second = Engine(live, 0, b"one"), Engine(live, 1, b"two")
         client = live.peer()
         connect(client)
         client.send_multipart(wire.encode(submission()))
-        first.hear(m.EngineRequest)
+        request = first.hear(m.EngineRequest)
         first.socket.close(linger=0)
-        error = wire.decode_from_coordinator(receive(client))  # the next ping finds it gone
-        assert error.code == "replica_lost"
-        assert "its connection broke" in error.text
-        round_trip(client, second, request_id=1)
+        again = second.hear(m.EngineRequest)  # the next ping finds it gone
+        assert (again.prompt, again.request_id) == (request.prompt, request.request_id + 1)
+        second.say(m.EngineReply((m.Answer(again.request_id, "COMPLETED", 0, 0, BODY),)))
+        assert wire.decode_from_coordinator(receive(client)) == m.Reply(0, BODY)
 
 
 def test_a_client_may_come_before_the_engines():
@@ -307,7 +316,7 @@ def test_a_released_engine_that_says_hello_twice_is_one_rank():
 
 @pytest.mark.parametrize("released_engine", [False, True])
 @pytest.mark.parametrize("released_client", [False, True])
-@pytest.mark.parametrize("prompt", ["abc", [97, 98, 99]])
+@pytest.mark.parametrize("prompt", ["abc", [97, 98, 99], [2**31] * 50_000])
 def test_all_pairings_of_clients_and_engines(released_client, released_engine, prompt):
     """The answer has its text, whoever has a tokenizer."""
 
@@ -337,6 +346,28 @@ def test_all_pairings_of_clients_and_engines(released_client, released_engine, p
         reply = asyncio.run(ask(live))
     assert reply["generated_text"] == "hi"
     assert reply["status"] == "COMPLETED"
+
+
+@pytest.mark.parametrize("released_client", [False, True])
+def test_large_prompts_and_replies_arrive_as_they_were_sent(released_client):
+    tokens = list(range(100_000))
+    with running(trace=True) as live:
+        engine, client = Engine(live), live.peer()
+        if released_client:
+            client.send(msgpack.packb([0]))
+            receive(client)
+            client.send(msgpack.packb([20, 0, tokens, {}]))
+        else:
+            connect(client)
+            client.send_multipart(wire.encode(submission(0, tokens)))
+        request = engine.hear(m.EngineRequest)
+        assert wire.unpack(request.prompt) == tokens
+        engine.answer(request, prompt=tokens)
+        frames = receive(client)
+        reply = wire.unpack(frames[0])[2] if released_client else wire.unpack(frames[1])
+        assert reply["prompt"] == tokens
+    (trace,) = live.loop.traces
+    assert trace.blocks == (0 if released_client else 25_000)
 
 
 def test_our_client_with_a_tokenizer_hashes_text_and_detokenizes():
@@ -390,7 +421,7 @@ def test_an_error_from_the_coordinator_is_raised_with_its_code():
         assert failure.value.retryable
         client.stop()
 
-    with running() as live:
+    with running(fleet=FleetSettings(replica_wait=0)) as live:
         asyncio.run(ask(live))
 
 
@@ -402,7 +433,7 @@ def test_an_error_reaches_a_released_client_as_a_failed_reply():
         client.stop()
         return reply
 
-    with running() as live:
+    with running(fleet=FleetSettings(replica_wait=0)) as live:
         reply = asyncio.run(ask(live))
     assert reply["status"] == "FAILED"
     assert "no replica" in str(reply["events"][-1]["payload"])

@@ -3,6 +3,7 @@
 All processes come from the fork server of this process, whose imports take seconds once.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -22,10 +23,12 @@ from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.hashing import block_hashes, pack_hashes
 from megatron.core.inference.coordinator.runtime import sockets, wire
 from megatron.core.inference.coordinator.runtime.fork_server import warm_up
+from megatron.core.inference.coordinator.runtime.loop import CoordinatorLoop
 from megatron.core.inference.coordinator.runtime.process import (
     CoordinatorDied,
     CoordinatorProcess,
     ProcessSettings,
+    run,
 )
 from megatron.core.inference.coordinator.settings import CoordinatorSettings
 
@@ -58,6 +61,12 @@ def orphan_to_be() -> Iterator[tuple[psutil.Process, psutil.Process]]:
     for process in processes:
         if process.is_running():
             process.kill()
+
+
+def _report_collector(pipe: Connection) -> None:
+    """A coordinator that ends at once, having said how its garbage collector is set up."""
+    CoordinatorLoop.run = lambda self: pipe.send((gc.get_threshold(), gc.get_freeze_count()))
+    run(ProcessSettings(), None, None)
 
 
 def _start_one(pipe: Connection) -> None:
@@ -155,6 +164,17 @@ def test_a_port_that_is_asked_for_is_the_one_it_gets(orphan_to_be):
 def test_a_host_may_be_a_name(orphan_to_be):
     with started(host="localhost") as coordinator:
         assert coordinator.address.startswith("tcp://127.0.0.1:")
+
+
+def test_its_garbage_collector_does_not_look_through_what_is_old(orphan_to_be):
+    ours, theirs = warm_up().Pipe()
+    process = warm_up().Process(target=_report_collector, args=(theirs,))
+    process.start()
+    theirs.close()
+    thresholds, frozen = ours.recv()
+    process.join()
+    assert thresholds[2] > 10**9
+    assert frozen > 100_000  # megatron-core and torch
 
 
 def test_settings_reach_it(orphan_to_be):

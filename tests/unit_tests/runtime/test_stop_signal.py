@@ -18,11 +18,13 @@ from megatron.core.inference.coordinator.runtime import stop_signal
 from megatron.core.inference.coordinator.runtime.fork_server import warm_up
 
 ORDERLY_SECONDS = 0.3
+AGAIN_SECONDS = 0.2
 
 
 def _live(pipe: Connection, main: Callable[[stop_signal.StopSignal, Connection], None]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the fork server blocks it
     stop_signal._ORDERLY_SECONDS = ORDERLY_SECONDS
+    stop_signal._AGAIN_SECONDS = AGAIN_SECONDS
     main(stop_signal.StopSignal(), pipe)
 
 
@@ -71,15 +73,25 @@ def _that_puts_itself_in_order(stop: stop_signal.StopSignal, pipe: Connection) -
     pipe.send("still here")
 
 
+def _that_takes_its_time(stop: stop_signal.StopSignal, pipe: Connection) -> None:
+    asked = threading.Event()
+    stop.on_stop(asked.set, 60, 0)
+    pipe.send("ready")
+    asked.wait(60)
+    pipe.send("asked")
+    pipe.recv()
+    stop.exit_if_stopped()
+
+
 def _that_gets_other_signals(stop: stop_signal.StopSignal, pipe: Connection) -> None:
     signal.signal(signal.SIGUSR1, lambda *_: None)
     _blocked(pipe)
 
 
-def seconds_until_end(process: BaseProcess) -> float:
+def seconds_until_end(process: BaseProcess, exit_code: int = stop_signal.EXIT_CODE) -> float:
     began = time.monotonic()
     process.join(10)
-    assert process.exitcode == stop_signal.EXIT_CODE
+    assert process.exitcode == exit_code
     return time.monotonic() - began
 
 
@@ -117,4 +129,25 @@ def test_other_signals_do_not_end_it():
         process.join(0.2)
         assert process.is_alive()
         os.kill(process.pid, signal.SIGTERM)
+        seconds_until_end(process)
+
+
+def test_one_that_has_more_time_takes_it_and_may_call_its_end_no_error():
+    with living(_that_takes_its_time) as (process, pipe):
+        for _ in range(2):  # torchrun may deliver it twice
+            os.kill(process.pid, signal.SIGTERM)
+        assert pipe.recv() == "asked"
+        process.join(2 * ORDERLY_SECONDS)
+        assert process.is_alive()
+        pipe.send("go on")
+        seconds_until_end(process, exit_code=0)
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_it_at_once(second):
+    with living(_that_takes_its_time) as (process, pipe):
+        os.kill(process.pid, signal.SIGTERM)
+        assert pipe.recv() == "asked"
+        time.sleep(2 * AGAIN_SECONDS)
+        os.kill(process.pid, second)
         seconds_until_end(process)

@@ -2,13 +2,15 @@
 
 import msgpack
 import pytest
-from builders import make_connect, make_register, stock_register, submission, tokens
+import zmq
+from builders import submission, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.lifecycle import FleetState, Signal
-from megatron.core.inference.coordinator.runtime import released, wire
+from megatron.core.inference.coordinator.runtime import wire
+from megatron.core.inference.coordinator.runtime.codec import Codec
 
 PEER = b"peer"
 
@@ -18,7 +20,7 @@ def no_text(body):
 
 
 def decode(*frames, peer=PEER):
-    return wire.Codec(no_text).decode(peer, frames)
+    return Codec(no_text).decode(peer, frames)
 
 
 def pack(*items):
@@ -51,6 +53,7 @@ TO_COORDINATOR = [
     ),
     (m.KvEvents(3, 10, 2, b"events"), [32, 3, 10, 2], [b"events"]),
     (m.Pong(8), [35, 8], []),
+    (m.Drain(), [38], []),
     (m.Disconnect(), [60], []),
     (m.Shutdown(), [61], []),
     *((m.Control(s), [int(s)], []) for s in Signal if s is not Signal.SET_GENERATION_EPOCH),
@@ -67,6 +70,7 @@ FROM_COORDINATOR = [
     (m.Ping(8), [34, 8], []),
     (m.RegisterAgain(), [36], []),
     (m.Resync(), [37], []),
+    (m.DrainAck(), [39], []),
     *(
         (m.Control(s), [int(s)], [])
         for s in Signal
@@ -101,7 +105,7 @@ def test_a_message_from_the_coordinator_is_these_frames_and_comes_back(message, 
     decoded = wire.decode_from_coordinator(frames)
     assert decoded == message
     assert type(decoded) is type(message)
-    assert wire.Codec(no_text).encode(PEER, message) == frames
+    assert Codec(no_text).encode(PEER, message) == frames
 
 
 def test_the_fleet_state_comes_back_as_a_state():
@@ -110,9 +114,11 @@ def test_the_fleet_state_comes_back_as_a_state():
 
 
 def test_every_kind_of_message_is_in_these_tables():
-    """`Malformed`, `PeerLost` and `Tick` come from the runtime itself and have no frames."""
+    """`Malformed`, `PeerLost`, `Tick` and `Sweep` come from the runtime and have no frames."""
     to_coordinator = {type(message) for message, _, _ in TO_COORDINATOR}
-    assert to_coordinator == {*m.ToCoordinator.__args__} - {m.Malformed, m.PeerLost, m.Tick}
+    assert to_coordinator == {*m.ToCoordinator.__args__} - {
+        *(m.Malformed, m.PeerLost, m.Tick, m.Sweep)
+    }
     assert {type(message) for message, _, _ in FROM_COORDINATOR} == {*m.FromCoordinator.__args__}
 
 
@@ -164,6 +170,24 @@ def test_bodies_are_the_same_objects_on_the_way_in_and_out():
     assert message.sampling is sampling
     assert message.prompt is prompt
     assert message.hashes is hashes
+
+
+def test_frames_are_passed_on_and_what_somebody_looks_into_comes_out_as_bytes():
+    frames = [zmq.Frame(each) for each in (b"sampling", b"prompt", bytes(16))]
+    message = decode(pack(20, 1, 2), *frames)
+    assert message.sampling is frames[0]
+    assert message.prompt is frames[1]
+    assert (type(message.hashes), message.hashes) == (bytes, bytes(16))
+    assert decode(pack(20, 1, 2), *frames[:2]).hashes is None
+    request = m.EngineRequest(1, 0, message.sampling, message.prompt)
+    assert all(a is b for a, b in zip(wire.encode(request)[1:], frames[:2], strict=True))
+
+    events = decode(pack(32, 0, 0, 2), zmq.Frame(bytes(16))).events
+    assert (type(events), events) == (bytes, bytes(16))
+    (answer,) = decode(pack(21, [[1, "COMPLETED", 0, 0]]), frames[0]).answers
+    assert answer.body is frames[0]
+    assert wire.encode(m.Reply(1, answer.body))[1] is frames[0]
+    assert wire.unpack(zmq.Frame(pack(1, "a"))) == [1, "a"]
 
 
 def test_bodies_are_not_looked_into():
@@ -229,8 +253,17 @@ MALFORMED = [
     ([pack(21, [["1", "COMPLETED", 0, 0]]), b"x"], "a str stands where int belongs"),
     ([pack(21, [[1, None, 0, 0]]), b"x"], "a NoneType stands where str belongs"),
     ([pack(21, []), b"x"], "1 bodies where 0 belong"),
+    ([pack(21, [[1, "COMPLETED", 0, 0, 0, 0]]), b"x"], "6 items of a reply where 5 belong"),
+    ([pack(21, [[True, "COMPLETED", 0, 0]]), b"x"], "a bool stands where int belongs"),
+    ([pack(21, [[1, "COMPLETED", None, 0]]), b"x"], "a NoneType stands where int belongs"),
+    ([pack(21, [[1, "COMPLETED", 0, 0.0]]), b"x"], "a float stands where int belongs"),
+    ([pack(21, [[1, "COMPLETED", 0, 0, "0"]]), b"x"], "a str stands where int belongs"),
+    ([pack(21, [], []), b"x"], "2 items where 1 belong"),
     ([pack(30, 1)], "1 items where 8 belong"),
     ([pack(30, 1, b"job", 0, 0, 1, 1, 1, "lru")], "a bytes stands where str belongs"),
+    ([pack(32, 0, 0), b"x"], "2 items where 3 belong"),
+    ([pack(32, 0, 0, True), b"x"], "a bool stands where int belongs"),
+    ([pack(32, 0, 0, 1)], "0 bodies where 1 belong"),
     ([pack(35)], "0 items where 1 belong"),
     ([pack(40, 1)], "1 arguments where 0 belong"),
     ([pack(40), b"x"], "1 bodies where 0 belong"),
@@ -313,97 +346,3 @@ def test_any_values_behind_any_header_never_raise(header, items, bodies):
 def test_a_state_that_nobody_knows_is_a_wire_error():
     with pytest.raises(wire.WireError, match="unknown fleet state 'resting'"):
         wire.decode_from_coordinator([pack(31, 0, 1, 0, "resting")])
-
-
-# --- two dialects --------------------------------------------------------------------------------
-
-STOCK_CONNECT, STOCK_REGISTER = pack(0), b""
-
-
-def in_dialect_of(first_frames, message, *later):
-    """How a message to a peer is encoded after it has sent some frames."""
-    codec = wire.Codec(no_text)
-    for frames in [first_frames, *later]:
-        codec.decode(PEER, frames)
-    return codec.encode(PEER, message)
-
-
-ERROR = m.RequestError(1, "no_replica", "why")
-OURS = wire.encode(ERROR)
-
-
-def is_stock(frames):
-    return len(frames) == 1 and msgpack.unpackb(frames[0])[0] == 21
-
-
-def test_the_first_message_fixes_the_dialect():
-    assert in_dialect_of(wire.encode(make_connect()), ERROR) == OURS
-    assert in_dialect_of(wire.encode(make_register()), ERROR) == OURS
-    assert is_stock(in_dialect_of([STOCK_CONNECT], ERROR))
-    assert in_dialect_of([STOCK_REGISTER], m.Ping(1)) is None
-
-
-def test_a_peer_that_said_nothing_is_spoken_to_in_our_own_dialect():
-    assert wire.Codec(no_text).encode(PEER, ERROR) == OURS
-
-
-def test_a_later_message_in_the_other_dialect_changes_nothing():
-    connect, register = wire.encode(make_connect()), wire.encode(make_register())
-    assert in_dialect_of(connect, ERROR, [STOCK_CONNECT], [STOCK_REGISTER]) == OURS
-    assert in_dialect_of(register, ERROR, [STOCK_REGISTER]) == OURS
-    assert is_stock(in_dialect_of([STOCK_CONNECT], ERROR, connect))
-
-
-@pytest.mark.parametrize("first", [[b"\xc1"], [pack(40)], [pack(44, 1)], [pack(99)], []])
-def test_garbage_or_a_signal_before_the_greeting_does_not_fix_the_dialect(first):
-    """A stock client may send a signal, which looks the same in both dialects, before CONNECT."""
-    assert is_stock(in_dialect_of(first, ERROR, [STOCK_CONNECT]))
-    assert in_dialect_of(first, ERROR, wire.encode(make_connect())) == OURS
-
-
-def test_a_request_before_connect_is_answered_in_the_dialect_it_came_in():
-    assert is_stock(in_dialect_of([pack(20, 1, "text", {})], ERROR))
-    assert in_dialect_of(wire.encode(submission(1)), ERROR) == OURS
-
-
-def test_who_leaves_or_is_lost_is_forgotten():
-    assert in_dialect_of([STOCK_CONNECT], ERROR, [pack(60)]) == OURS
-    codec = wire.Codec(no_text)
-    codec.decode(PEER, [STOCK_CONNECT])
-    codec.forget(PEER)
-    codec.forget(b"unknown")
-    assert codec.encode(PEER, ERROR) == OURS
-
-
-def test_peers_have_dialects_of_their_own():
-    codec = wire.Codec(no_text)
-    assert codec.decode(b"stock", [STOCK_CONNECT]) == m.Connect(None)
-    assert codec.decode(b"ours", wire.encode(make_connect())) == make_connect()
-    assert codec.decode(b"engine", [STOCK_REGISTER]) == stock_register()
-    assert is_stock(codec.encode(b"stock", ERROR))
-    assert codec.encode(b"ours", ERROR) == OURS
-    assert codec.encode(b"engine", m.Ping(1)) is None
-
-
-@pytest.mark.parametrize(
-    ("connect", "body", "expected"),
-    [
-        (m.Connect(1, text_prompts=True), released.BodyWithoutText(b"bare"), b"BARE"),
-        (m.Connect(1, text_prompts=False), released.BodyWithoutText(b"bare"), b"bare"),
-        (m.Connect(1, text_prompts=True), b"complete", b"complete"),
-        (m.Connect(1, text_prompts=False), b"complete", b"complete"),
-    ],
-)
-def test_text_is_added_only_to_stock_replies_for_clients_without_a_tokenizer(
-    connect, body, expected
-):
-    codec = wire.Codec(lambda reply: reply.upper())
-    codec.decode(PEER, wire.encode(connect))
-    assert codec.encode(PEER, m.Reply(1, body)) == [pack(21, 1), expected]
-
-
-def test_a_stock_client_gets_text_too():
-    codec = wire.Codec(lambda reply: msgpack.packb({"generated_text": "hello"}))
-    codec.decode(PEER, [STOCK_CONNECT])
-    (frame,) = codec.encode(PEER, m.Reply(1, released.BodyWithoutText(b"\x80")))
-    assert msgpack.unpackb(frame) == [21, 1, {"generated_text": "hello"}]

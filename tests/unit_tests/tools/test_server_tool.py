@@ -8,13 +8,17 @@ import asyncio
 import importlib.util
 import json
 import os
+import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -29,6 +33,8 @@ from megatron.core.inference.coordinator.runtime import (
     serving,
     stop_signal,
 )
+from megatron.core.inference.coordinator.runtime.http import access
+from megatron.core.inference.coordinator.runtime.http.limits import HttpSettings
 from megatron.core.inference.coordinator.settings import SettingsError
 from megatron.training.arguments import add_megatron_arguments
 
@@ -101,6 +107,21 @@ def test_every_flag_is_read(parsed):
     assert (args.inference_coordinator_port, args.inference_coordinator_host) == (6000, "10.1.1.1")
 
 
+def test_http_limits_are_read_and_have_defaults(parsed):
+    assert HttpSettings.from_mapping(vars(parsed())) == HttpSettings()
+    flags = ["--http-max-body-mib=1", "--http-max-header-kib=2", "--http-header-timeout=3"]
+    flags += ["--http-body-timeout=4.5", "--http-idle-timeout=6"]
+    assert HttpSettings.from_mapping(vars(parsed(*flags))) == HttpSettings(1, 2, 3.0, 4.5, 6.0)
+
+
+def test_keys_are_digests_before_anybody_sees_the_arguments(parsed, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("other\n")
+    args = parsed("--api-key", "sesame", "--api-key=a,b", "--api-key-file", str(file))
+    assert access.keys_from_args(args) == access.ApiKeys(["sesame", "a", "b", "other"])
+    assert "sesame" not in str(vars(args))
+
+
 def test_a_device_that_is_none_is_refused(parsed, capsys):
     with pytest.raises(SystemExit):
         parsed("--device", "tpu")
@@ -123,6 +144,23 @@ def test_a_device_that_is_none_is_refused(parsed, capsys):
         (
             ["--inference-coordinator-port", "70000"],
             "--inference-coordinator-port is 70000; give a port from 0 to 65535",
+        ),
+        (
+            ["--parsers", "qwen3-coder-tool", "json"],
+            "--parsers json: megatron-core has deepseek-r1-reasoning, nemotron-v3-reasoning, "
+            "qwen3-coder-tool",
+        ),
+        (
+            ["--http-max-body-mib", "0"],
+            "--http-max-body-mib is 0; give a whole number 1 or more",
+        ),
+        (
+            ["--http-header-timeout", "0"],
+            "--http-header-timeout is 0.0; give a number 0.1 or more",
+        ),
+        (
+            ["--api-key-file", "/no/such/file"],
+            "--api-key-file /no/such/file cannot be read: No such file or directory",
         ),
         (
             ["--url-file", "/no/such/folder/urls.json"],
@@ -152,6 +190,66 @@ def test_the_addresses_of_an_earlier_run_are_removed_before_anything_starts(pars
 
 def test_other_machines_need_no_folder_for_the_url_file(parsed):
     tool._check(parsed("--url-file", "/no/such/folder/urls.json"), rank=8)
+
+
+def test_a_key_variable_that_came_out_empty_stops_the_start(parsed, monkeypatch):
+    monkeypatch.setenv("MEGATRON_API_KEY", "")
+    with pytest.raises(SettingsError, match=r"^MEGATRON_API_KEY holds no key"):
+        tool._check(parsed(), rank=0)
+    tool._check(parsed(), rank=1)  # has no front ends, and may have another environment
+
+
+# --- keys on the command line --------------------------------------------------------------------
+
+
+def test_the_tool_calls_flag_and_variable_as_they_are():
+    assert (tool._KEY_FLAG, tool._KEY_VARIABLE) == (access.FLAG, access.VARIABLE)
+
+
+@pytest.mark.parametrize(
+    ("argv", "rest", "keys"),
+    [
+        (["--port", "0", "--api-key", "k", "--load", "x"], ["--port", "0", "--load", "x"], "k"),
+        (["--api-key=a,b", "--api-key", "c", "--api-key=-d"], [], "a,b,c,-d"),
+        (["--api-key-file", "f", "--api-key", "k"], ["--api-key-file", "f"], "k"),
+    ],
+)
+@pytest.mark.parametrize("known", [None, "old"])
+def test_keys_leave_the_command_line_at_once(monkeypatch, argv, rest, keys, known):
+    executed = []
+    monkeypatch.setattr(os, "execv", lambda *call: executed.append(call))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "tool.py", *argv])
+    monkeypatch.setenv("MEGATRON_API_KEY", known or "")
+    tool._hide_keys(argv)
+    assert executed == [(sys.executable, ["python", "-u", "tool.py", *rest])]
+    assert os.environ["MEGATRON_API_KEY"] == (f"{known},{keys}" if known else keys)
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["--port", "0"], ["--api-key"], ["--api-key="], ["--api-key", "--port"]]
+)
+def test_without_a_key_nothing_is_done_and_mistakes_are_left_to_the_parser(monkeypatch, argv):
+    monkeypatch.delenv("MEGATRON_API_KEY", raising=False)
+    monkeypatch.setattr(os, "execv", None)
+    tool._hide_keys(argv)
+    assert "MEGATRON_API_KEY" not in os.environ
+
+
+def test_a_process_list_shows_no_key(tmp_path):
+    """The real tool, in its first moments."""
+    tool = [sys.executable, str(TOOLS / "run_dynamic_text_generation_server.py")]
+    process = subprocess.Popen(
+        [*tool, "--api-key", "sesame", "--device", "cpu"], cwd=tmp_path, stderr=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 20
+        while psutil.Process(process.pid).cmdline() != [*tool, "--device", "cpu"]:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+        assert psutil.Process(process.pid).environ()["MEGATRON_API_KEY"] == "sesame"
+    finally:
+        process.kill()
+        process.wait()
 
 
 # --- the device ----------------------------------------------------------------------------------
@@ -346,10 +444,12 @@ class Life:
         self.front_end_failure: Exception | None = None
         self.rank = rank
         process = SimpleNamespace(stop=lambda: self.did.append("coordinator ended"))
-        self.engine = Engine(self.did, process if rank == 0 else None)
+        starts_it = rank == 0 and args.inference_coordinator_address is None
+        self.engine = Engine(self.did, process if starts_it else None)
         settings = routing_settings_from_args(args)
         self.setup = serving.Setup(args, settings, self.engine, rank)
         self.stop: Callable[[], None] | None = None
+        self.limits: tuple[float, ...] = ()  # seconds to end in, and the exit code then
 
     def start_text_gen_server(self, *args: Any, **options: Any) -> str:
         assert threading.current_thread() is not threading.main_thread()  # the engine runs on
@@ -357,6 +457,11 @@ class Life:
         if self.front_end_failure is not None:
             raise self.front_end_failure
         return f"http://127.0.0.1:{args[3] or 5555}"
+
+    def drain_text_gen_server(self, seconds: float) -> bool:
+        assert threading.current_thread() is not threading.main_thread()
+        self.did.append(f"front ends have {seconds:g} s")
+        return True
 
     def stop_text_gen_server(self) -> None:
         self.did.append("front ends ended")
@@ -380,8 +485,8 @@ class Life:
 
         asyncio.run(run())
 
-    def _on_stop(self, callback: Callable[[], None]) -> None:
-        self.stop = callback
+    def _on_stop(self, callback: Callable[[], None], *limits: float) -> None:
+        self.stop, self.limits = callback, limits
 
 
 def press_ctrl_c(life: Life) -> None:
@@ -396,6 +501,7 @@ def life(monkeypatch, parsed) -> Callable[..., Life]:
         made = Life(parsed(*flags, dp=dp), rank)
         monkeypatch.setattr(http, "start_text_gen_server", made.start_text_gen_server)
         monkeypatch.setattr(http, "stop_text_gen_server", made.stop_text_gen_server)
+        monkeypatch.setattr(http, "drain_text_gen_server", made.drain_text_gen_server)
         monkeypatch.setattr(torch.distributed, "all_gather_object", made.all_gather_object)
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1 + len(made.others))
         return made
@@ -480,6 +586,28 @@ def test_how_many_front_ends_are_started_and_where(life, flags, dp, expected):
     assert options["hostname"] == "127.0.0.1"
     assert (options["vocab_size"], options["model_name"]) == (260, "megatron")
     assert (options["parsers"], options["verbose"]) == ([], False)
+    assert (options["api_keys"], options["limits"]) == (access.ApiKeys(), HttpSettings())
+
+
+def test_front_ends_get_keys_and_limits_and_the_example_shows_a_key(life, monkeypatch, capsys):
+    monkeypatch.setenv("MEGATRON_API_KEY", "sesame")
+    rank = life("--http-max-body-mib", "3", "--host", "0.0.0.0", "--port", "80")
+    rank.live(press_ctrl_c)
+    ((_, options),) = rank.front_ends
+    assert options["api_keys"] == access.ApiKeys(["sesame"])
+    assert options["limits"].max_body_bytes == 3 * 2**20
+    out = capsys.readouterr().out
+    assert ' -H "Authorization: Bearer $KEY" -d ' in out
+    assert "sesame" not in out
+    assert "note" not in out
+
+
+def test_a_server_that_lets_everybody_in_says_so(life, capsys):
+    life("--host", "0.0.0.0", "--port", "80").live(press_ctrl_c)
+    assert (
+        "[server] note: everybody who reaches 0.0.0.0 may send requests; --api-key or "
+        "MEGATRON_API_KEY asks them for a key\n"
+    ) in capsys.readouterr().out
 
 
 def test_what_the_engine_is_started_with(life):
@@ -620,6 +748,116 @@ def test_a_rank_ends_when_another_s_front_ends_do_not_start(life, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+# --- joining a coordinator that runs alone -------------------------------------------------------
+
+JOIN = "--inference-coordinator-address=tcp://10.1.1.1:5100"
+DRAIN = "--inference-coordinator-drain-seconds"
+
+
+def test_how_long_a_job_drains_by_default_is_less_than_torchrun_gives_it(parsed):
+    args = parsed()
+    assert args.inference_coordinator_address is None
+    assert args.inference_coordinator_drain_seconds == 20
+
+
+def test_a_job_that_joins_needs_no_front_ends(parsed):
+    tool._check(parsed(JOIN, "--frontend-replicas=0"), rank=0)
+
+
+@pytest.mark.parametrize("address", ["10.1.1.1:5100", "tcp://10.1.1.1", "tcp://:x", "http://a:1"])
+def test_an_address_that_is_none_is_told(parsed, address):
+    with pytest.raises(SettingsError, match=r"^--inference-coordinator-address is .*; give tcp:"):
+        tool._check(parsed(f"--inference-coordinator-address={address}"), rank=0)
+
+
+@pytest.mark.parametrize("seconds", ["-1", "inf", "nan"])
+def test_a_drain_time_that_is_none_is_told(parsed, seconds):
+    with pytest.raises(SettingsError, match=rf"^{DRAIN} is {seconds}; give a number of 0 or more"):
+        tool._check(parsed(f"{DRAIN}={seconds}"), rank=0)
+
+
+@pytest.mark.parametrize(
+    "flag", ["--inference-coordinator-port=6000", "--coordinator-schedule-output=decisions.json"]
+)
+def test_what_is_for_a_coordinator_of_the_job_s_own_is_refused_beside_it(parsed, flag):
+    name = flag.partition("=")[0]
+    with pytest.raises(SettingsError, match=rf"^{name} is for a coordinator that this job starts"):
+        tool._check(parsed(JOIN, flag), rank=0)
+
+
+@pytest.mark.parametrize(
+    ("rank", "flags", "warmed"),
+    [(0, ["--frontend-replicas=0"], 0), (0, [], 1), (1, [], 0)],
+)
+def test_a_job_that_joins_warms_a_fork_server_for_front_ends_alone(built, rank, flags, warmed):
+    assert built(JOIN, *flags, rank=rank).warmed == warmed
+
+
+def test_a_job_that_joins_starts_no_coordinator_and_says_what_it_is_part_of(life, tmp_path, capsys):
+    url_file = tmp_path / "urls.json"
+    rank = life(JOIN, "--frontend-replicas=0", "--url-file", str(url_file), dp=1)
+    rank.live(leave_at_once)
+    options = {"hostname": None, "coordinator_address": "tcp://10.1.1.1:5100"}
+    assert rank.engine.started == (None, options)
+    assert rank.front_ends == []
+    assert json.loads(url_file.read_text()) == {"urls": []}
+    assert capsys.readouterr().out.splitlines() == [
+        "[server] joining the coordinator at tcp://10.1.1.1:5100",
+        "[server] ready: 1 replica, part of tcp://10.1.1.1:5100",
+        "[server] leaving: no new requests, and up to 20 s for those at hand",
+        "[server] stopping",
+    ]
+
+
+def leave_at_once(life: Life) -> None:
+    """A signal comes; the engine has nothing to answer."""
+    life.engine.requests = {}
+    life.stop()
+    assert life.engine._prefix_routing.leaving
+    assert not life.engine._prefix_routing.ending  # others must still be there
+    life.engine.stop._loop.call_soon_threadsafe(life.engine.stop.set)
+
+
+def test_engine_and_front_ends_answer_what_they_have_before_anything_ends(life):
+    rank = life(JOIN)
+    rank.live(leave_at_once)
+    front_ends, engine = sorted(rank.did[1:3], reverse=True)
+    assert (front_ends, engine) == ("front ends have 20 s", "engine ended")
+    assert rank.did[3:] == ["front ends ended"]
+    assert rank.limits == (23.5, 0)  # then it is ended in any case; an orderly end is no error
+
+
+def test_what_is_not_answered_in_time_is_told_and_left_to_others(life, capsys):
+    def leave(life: Life) -> None:
+        life.engine.requests = {1: "request", 2: "request"}
+        life.stop()
+
+    rank = life(JOIN, f"{DRAIN}=0.2")
+    rank.live(leave)
+    assert rank.did[-2:] == ["front ends ended", "engine ended"]
+    assert rank.engine._prefix_routing.ending  # ranks that wait for the first one give up
+    out = capsys.readouterr().out
+    assert "2 requests not answered in time: the coordinator gives them to others\n" in out
+
+
+def test_a_signal_before_a_job_has_joined_ends_it_as_any_other(life):
+    rank = life(JOIN)
+    rank.front_end_failure = OSError("port 5000 is in use")
+    with pytest.raises(OSError, match="in use"):
+        rank.live(press_ctrl_c)
+    assert rank.limits == ()
+
+
+def test_an_engine_of_a_job_that_joined_may_fail_too(life):
+    def fail(life: Life) -> None:
+        life.engine.fail._loop.call_soon_threadsafe(life.engine.fail.set)
+
+    rank = life(JOIN)
+    with pytest.raises(RuntimeError, match="the coordinator died"):
+        rank.live(fail)
+    assert rank.did == ["gathered", "engine ended", "front ends ended"]
+
+
 # --- main ----------------------------------------------------------------------------------------
 
 
@@ -704,6 +942,29 @@ def launched(monkeypatch) -> Callable[..., tuple[int, list]]:
         return serve.launch(list(flags)), ran
 
     return launch
+
+
+def test_signals_go_to_the_processes_of_a_job_that_joins(launched, monkeypatch):
+    handlers, sent = {}, []
+    monkeypatch.setattr(serve.signal, "signal", handlers.__setitem__)
+    _, (ran,) = launched(JOIN)
+    assert ran.signals_to_handle == "SIGHUP,SIGQUIT"
+    assert sorted(handlers) == [signal.SIGINT, signal.SIGTERM]
+    child = SimpleNamespace(send_signal=sent.append)
+    children = [[child, child], []]
+    process = SimpleNamespace(children=lambda: children.pop(0))
+    monkeypatch.setattr("psutil.Process", lambda: process)
+    handlers[signal.SIGTERM](signal.SIGTERM, None)
+    assert sent == [signal.SIGTERM] * 2
+    with pytest.raises(SystemExit) as stopped:  # they are not there yet
+        handlers[signal.SIGINT](signal.SIGINT, None)
+    assert stopped.value.code == 130
+
+
+def test_signals_of_any_other_job_are_torchrun_s(launched, monkeypatch):
+    monkeypatch.setattr(serve.signal, "signal", None)
+    _, (ran,) = launched()
+    assert "SIGTERM" in ran.signals_to_handle
 
 
 def test_two_replicas_by_default(launched, capsys):

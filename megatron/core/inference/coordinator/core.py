@@ -22,6 +22,20 @@ _CLIENT_PING_TICKS = 10
 """Clients are pinged this much more rarely than engines: only to find those that vanished."""
 
 
+_ANY = m.Right.ALL
+_NEEDED = {
+    m.Connect: m.Right.SUBMIT | m.Right.CONTROL,
+    m.SubmitRequest: m.Right.SUBMIT,
+    m.Control: m.Right.CONTROL,
+    m.Shutdown: m.Right.CONTROL,
+    m.Register: m.Right.ENGINE,
+    m.EngineReply: m.Right.ENGINE,
+    m.KvEvents: m.Right.ENGINE,
+    m.Drain: m.Right.ENGINE,
+}
+"""What a peer needs one of to say something; any right will do for the rest."""
+
+
 Handler = Callable[[bytes, Any, float], list[m.Effect]]
 
 
@@ -50,10 +64,12 @@ class Coordinator:
             m.EngineReply: self._engines_only("reply_from_client", self.fleet.engine_reply),
             m.KvEvents: self._engines_only("events_from_client", self.fleet.kv_events),
             m.Pong: self._pong,
+            m.Drain: self._engines_only("drain_from_client", self.fleet.drain),
             m.Disconnect: self._disconnect,
             m.Malformed: self._malformed,
             m.PeerLost: self._peer_lost,
             m.Tick: self._tick,
+            m.Sweep: self._sweep,
         }
 
     def handle(self, incoming: m.Incoming, now: float) -> list[m.Effect]:
@@ -66,7 +82,16 @@ class Coordinator:
         Returns:
             What to do, in this order.
         """
-        return self._handlers[type(incoming.message)](incoming.peer, incoming.message, now)
+        message = incoming.message
+        kind = type(message)
+        if incoming.rights is not m.Right.ALL and not incoming.rights & _NEEDED.get(kind, _ANY):
+            return _forbidden(incoming.peer, message)
+        return self._handlers[kind](incoming.peer, message, now)
+
+    @property
+    def backlog(self) -> bool:
+        """Whether `Sweep` would find something to do."""
+        return self.fleet.index.backlog
 
     def check_integrity(self) -> None:
         """Compare everything that is counted with the records it is counted from.
@@ -105,8 +130,7 @@ class Coordinator:
                 m.Send(peer, error),
                 m.Log("request_before_connect", warning=True, peer=peer),
             ]
-        record = self.fleet.ledger.admit(peer, message)
-        return self.fleet.route(record, now) if self.fleet.assembled else []
+        return self.fleet.submit(peer, message, now)
 
     def _control(self, peer: bytes, message: m.Control, now: float) -> list[m.Effect]:
         if peer not in self._clients:
@@ -119,11 +143,11 @@ class Coordinator:
                 return []
             fields = {"signal": signal.name, "state": fleet.state.value}
             return [m.Log("signal_refused", fields, warning=True, peer=peer)]
-        fleet.state = state
+        fleet.enter(state, now)
         if signal in EPOCH_SIGNALS:
             self._begin_epoch_if_due(signal, args)
             args = (*args, fleet.weight_epoch)
-        return [m.Send(rank.peer, m.Control(signal, args)) for rank in fleet.ranks]
+        return [m.Send(rank.peer, m.Control(signal, args)) for rank in fleet.ranks.present]
 
     def _begin_epoch_if_due(self, signal: Signal, args: tuple[Any, ...]) -> None:
         """A generation epoch may be told again; a resume after a suspend always counts."""
@@ -151,9 +175,7 @@ class Coordinator:
         return handle
 
     def _pong(self, peer: bytes, message: m.Pong, now: float) -> list[m.Effect]:
-        if self.fleet.ranks.of_peer(peer) or peer in self._clients:
-            return []
-        return self.fleet.stranger(peer, "pong_from_stranger")
+        return [] if peer in self._clients else self.fleet.pong(peer, message, now)
 
     # --- leaving -----------------------------------------------------------------------------
 
@@ -169,7 +191,7 @@ class Coordinator:
         self.fleet.joining.pop(peer, None)
         rank = self.fleet.ranks.of_peer(peer)
         if rank is not None:
-            return self.fleet.lose_rank(rank, now, cause, undelivered)
+            return self.fleet.lose_ranks([rank], now, cause, undelivered)
         if self._clients.pop(peer, None) is None:
             return []
         running = self.fleet.ledger.lose_client(peer)
@@ -182,9 +204,26 @@ class Coordinator:
         """Let time do its work, and find those who are gone: a send to them fails."""
         self._ticks += 1
         self.fleet.index.expire(now)
-        effects = self.fleet.tick(self._ticks)
+        effects = self.fleet.tick(self._ticks, now)
         if self._ticks % _CLIENT_PING_TICKS == 0:
             ping = m.Ping(self._ticks)
             ours = [peer for peer, client in self._clients.items() if client.version is not None]
             effects += [m.Send(peer, ping) for peer in ours]
         return effects
+
+    def _sweep(self, peer: bytes, message: m.Sweep, now: float) -> list[m.Effect]:
+        self.fleet.index.expire(now)
+        return []
+
+
+def _forbidden(peer: bytes, message: Any) -> list[m.Effect]:
+    """Refuse what a peer has no right to; whoever waits for an answer gets one."""
+    needed = _NEEDED.get(type(message), _ANY).name
+    effects: list[m.Effect] = [
+        m.Log("message_forbidden", {"needed": needed}, warning=True, peer=peer)
+    ]
+    if isinstance(message, m.Connect | m.SubmitRequest | m.Register):
+        name = message.client_request_id if isinstance(message, m.SubmitRequest) else None
+        text = f"the key of this peer does not give it the right {needed}"
+        effects.insert(0, m.Send(peer, m.RequestError(name, m.ErrorCode.FORBIDDEN, text)))
+    return effects

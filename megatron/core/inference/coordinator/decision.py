@@ -5,13 +5,12 @@ already holds (0 to 1); a cost policy turns fraction and load into a score, and 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.core.inference.coordinator.policies import PrefixCachingCostPolicy
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A live rank as the decision sees it.
 
     Attributes:
@@ -27,8 +26,7 @@ class Candidate:
     last_assigned: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Situation:
+class Situation(NamedTuple):
     """What the score of every candidate of one request shares.
 
     Attributes:
@@ -94,8 +92,8 @@ def choose(
 ) -> Candidate:
     """Pick the rank for one request.
 
-    No score rises with load, so among ranks that hold nothing only the least loaded can win:
-    `candidates` may be the holders and that one.
+    No score rises with load, so among ranks that hold equally much only the one that ties prefer
+    can win: `candidates` may be the best of the holders of each depth, and the least loaded rank.
 
     Scores are rounded to 9 decimals before they are compared, since 1 - 1/3 and 2/3 must tie.
     Ties go to the lower load (the request waits less there at no loss), then to the rank assigned
@@ -103,7 +101,7 @@ def choose(
     score, load, number.
 
     Args:
-        candidates: The holders, and at least the least loaded rank.
+        candidates: The best holder of each depth, and at least the least loaded rank.
         policy: The cost policy.
         situation: What all candidates share.
         deterministic: Leave recency out of the tie-break.

@@ -1,9 +1,12 @@
 """The fleet: engines that register, get requests, answer, tell of their caches and are lost."""
 
+from collections.abc import Sequence
+
 from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.dispatch import Dispatcher
 from megatron.core.inference.coordinator.index import PrefixIndex
-from megatron.core.inference.coordinator.kv_events import CLEARED, unpack_events
-from megatron.core.inference.coordinator.ledger import Ledger, RequestRecord
+from megatron.core.inference.coordinator.kv_events import Change, segments
+from megatron.core.inference.coordinator.ledger import Ledger
 from megatron.core.inference.coordinator.lifecycle import FleetState
 from megatron.core.inference.coordinator.ranks import Rank, Ranks, name_of
 from megatron.core.inference.coordinator.router import Router
@@ -17,6 +20,26 @@ _ADVICE = {
 }
 
 
+class FleetClock:
+    """Seconds that the fleet was running: deadlines stand still while it is paused."""
+
+    def __init__(self):
+        self._stopped_at: float | None = None
+        self._lost = 0.0
+
+    def read(self, now: float) -> float:
+        """The clock at a time."""
+        return (now if self._stopped_at is None else self._stopped_at) - self._lost
+
+    def run(self, running: bool, now: float) -> None:
+        """Stop it, or let it go on."""
+        if running and self._stopped_at is not None:
+            self._lost += now - self._stopped_at
+            self._stopped_at = None
+        elif not running and self._stopped_at is None:
+            self._stopped_at = now
+
+
 class Fleet:
     """The replicas and everything that depends on them.
 
@@ -25,26 +48,31 @@ class Fleet:
 
     Attributes:
         state: What the engines were last told to be.
-        weight_epoch: How often their weights were updated.
-        ranks: The live ones.
+        ranks: The replicas.
         ledger: The requests.
         index: What the ranks hold.
-        router: Places requests.
-        assembled: Whether as many as expected have registered, so that requests are routed.
+        router: Chooses ranks.
+        dispatcher: Takes requests through the fleet.
         joining: Who waits for the others, to be numbered in order (deterministic mode).
     """
 
     def __init__(self, settings: CoordinatorSettings):
         self._settings = settings
         self.state = FleetState.RUNNING
-        self.weight_epoch = 0
         self.ranks = Ranks(settings)
         self.ledger = Ledger()
         self.index = PrefixIndex(settings.routing.ttl_seconds)
         self.router = Router(settings, self.ranks, self.ledger, self.index)
-        self.assembled = settings.expected_ranks == 0
+        self.dispatcher = Dispatcher(settings, self.ranks, self.ledger, self.router)
         self.joining: dict[bytes, m.Register] = {}
+        self._clock = FleetClock()
+        self._hashed = settings.hashed
         self._advised = False
+
+    @property
+    def weight_epoch(self) -> int:
+        """How often the weights were updated."""
+        return self.dispatcher.weight_epoch
 
     def check_integrity(self) -> None:
         """Compare everything that is counted with the records it is counted from.
@@ -55,79 +83,44 @@ class Fleet:
         self.ledger.check_integrity()
         self.index.check_integrity(r.lease for r in self.ledger if r.lease is not None)
         self.router.check_integrity()
-        live = {rank.number for rank in self.ranks}
-        assert all(r.rank is None or r.rank in live for r in self.ledger)
+        present = {rank.number for rank in self.ranks.present}
+        assert all(r.rank is None or r.rank in present for r in self.ledger)
+        limit = self._settings.fleet.max_rank_requests
+        assert not limit or all(self.ledger.load(rank) <= limit for rank in present)
+        idle = self.dispatcher.opened and self.router.has_room
+        assert not idle or self.ledger.first_waiting is None, "a request waits for nothing"
+
+    def enter(self, state: FleetState, now: float) -> None:
+        """The engines are told to be something else."""
+        self.state = state
+        self._clock.run(state is FleetState.RUNNING, now)
 
     def begin_epoch(self) -> None:
         """The weights are others now: KV computed so far must not be reused."""
-        self.weight_epoch += 1
+        self.dispatcher.weight_epoch += 1
         self.index.clear()
         self.router.forget_bursts()
 
     # --- requests ----------------------------------------------------------------------------
 
-    def route(self, record: RequestRecord, now: float) -> list[m.Effect]:
-        """Give a waiting request to a rank, or fail it where there is none."""
-        message = record.message
-        if not len(self.ranks):
-            return self.fail([record], m.ErrorCode.NO_REPLICA, "no replica is registered")
-        effects: list[m.Effect] = []
-        hashes = self.router.hashes_of(message)
-        if hashes is None and message.hashes is not None:
-            effects.append(m.Log("hashes_refused", warning=True, peer=record.client))
-        elif hashes is None:
-            effects.append(m.Log("request_not_hashed", peer=record.client))
-        rank = self.router.place(record, hashes or [])
-        # Forgetting keeps pace with learning.
-        self.index.expire(now, budget=2 * record.blocks)
-        request = m.EngineRequest(
-            record.request_id, self.weight_epoch, message.sampling, message.prompt
-        )
-        return [*effects, m.Send(rank.peer, request)]
-
-    def fail(self, records: list[RequestRecord], code: str, text: str) -> list[m.Effect]:
-        """Close waiting or lost requests with an error to whoever still waits for them."""
-        effects: list[m.Effect] = []
-        for record in records:
-            if record.rank is None:
-                self.ledger.finish(record.request_id)
-            if record.client is not None:
-                error = m.RequestError(record.client_request_id, code, text)
-                effects.append(m.Send(record.client, error))
-        return effects
+    def submit(self, client: bytes, message: m.SubmitRequest, now: float) -> list[m.Effect]:
+        """A client asks for something."""
+        return self.dispatcher.submit(client, message, self._clock.read(now))
 
     def engine_reply(self, peer: bytes, message: m.EngineReply, now: float) -> list[m.Effect]:
         """An engine's answers go to whoever asked."""
         rank = self.ranks.of_peer(peer)
         if rank is None:
             return self.stranger(peer, "reply_from_stranger")
+        rank.heard = self._clock.read(now)
         effects: list[m.Effect] = []
         for answer in message.answers:
             if self.ledger.held_by(answer.request_id, rank.number):
-                effects += self._answer(rank, answer, now)
+                self.dispatcher.answer(rank, answer, now, effects)
             else:  # a second reply, or one for a request that was never given to this rank
                 effects.append(m.Log("reply_dropped", warning=True, peer=peer))
-        return effects
-
-    def _answer(self, rank: Rank, answer: m.Answer, now: float) -> list[m.Effect]:
-        record = self.ledger.finish(answer.request_id)
-        in_window = self.router.compare(record, rank, answer)
-        self.router.settle(record, now)
-        effects: list[m.Effect] = []
-        if record.client is not None:
-            effects.append(m.Send(record.client, m.Reply(record.client_request_id, answer.body)))
-        if self._settings.trace:
-            effects.append(
-                m.Trace(
-                    record.request_id,
-                    rank.number,
-                    record.blocks,
-                    record.prompt_tokens,
-                    record.predicted_tokens,
-                    answer.cached_tokens,
-                    in_window,
-                )
-            )
+        if self.ledger.first_waiting is not None:
+            effects += self.dispatcher.route_waiting(rank.heard)
         return effects
 
     # --- coming and going --------------------------------------------------------------------
@@ -139,11 +132,9 @@ class Fleet:
         if message.version is not None and message.max_requests < 1:
             return self._refuse(peer, f"max_requests is {message.max_requests}")
         size = self._settings.block_size_tokens
-        if message.version is not None and self._settings.hashed and message.block_size != size:
-            return self._refuse(
-                peer, f"its cache blocks hold {message.block_size} tokens, and clients hash {size}"
-            )
-        if self._settings.deterministic and not self.assembled:
+        if message.version is not None and self._hashed and message.block_size != size:
+            return self._refuse(peer, _unlike(message.block_size, size))
+        if self._settings.deterministic and not self.dispatcher.opened:
             name = name_of(peer, message)  # whoever comes again takes the place of who he was
             self.joining = {p: r for p, r in self.joining.items() if name_of(p, r) != name}
             self.joining[peer] = message
@@ -161,51 +152,76 @@ class Fleet:
         return [m.Send(peer, error), log]
 
     def _join(self, peer: bytes, message: m.Register, now: float) -> list[m.Effect]:
-        effects: list[m.Effect] = []
-        while (predecessor := self.ranks.predecessor(peer, message)) is not None:
-            effects += self.lose_rank(predecessor, now, "it registered again")
+        predecessors = self.ranks.predecessors(peer, message)
+        effects = self.lose_ranks(predecessors, now, "it registered again")
         rank = self.ranks.add(peer, message)
-        self.index.add_rank(rank.number, capacity=rank.total_blocks, retains=rank.retains)
+        rank.heard = self._clock.read(now)
+        self.router.add_rank(rank)
         if not rank.released:
             acknowledgement = m.RegisterAck(
                 rank.number, rank.generation, self.weight_epoch, self.state
             )
             effects.append(m.Send(peer, acknowledgement))
         effects.append(self._progress(len(self.ranks)))
-        if self._settings.hashed and not rank.retains and not self._advised:
+        if self._hashed and not rank.retains and not self._advised:
             self._advised = True
             effects.append(m.Log("nothing_kept_between_turns", _ADVICE, warning=True))
-        if not self.assembled and len(self.ranks) >= self._settings.expected_ranks:
-            self.assembled = True
-            for record in self.ledger.waiting:
-                effects += self.route(record, now)
-        return effects
+        if len(self.ranks) >= self._settings.expected_ranks:
+            self.dispatcher.opened = True
+        return effects + self.dispatcher.route_waiting(rank.heard)
 
     def _progress(self, registered: int) -> m.Log:
         expected = max(registered, self._settings.expected_ranks)
         return m.Log("ranks_registered", {"registered": registered, "expected": expected})
 
-    def lose_rank(
-        self, rank: Rank, now: float, cause: str, undelivered: tuple[int, ...] = ()
-    ) -> list[m.Effect]:
-        """Its requests end in errors, but those that never reached it go to other ranks."""
-        self.ranks.remove(rank)
-        self.index.drop_rank(rank.number)
-        records = self.ledger.lose_rank(rank.number)
-        for record in records:
-            self.router.settle(record, now)
-        lost = [record for record in records if record.request_id not in undelivered]
-        fields = {"rank": rank.number, "cause": cause, "requests": len(lost)}
-        text = f"replica {rank.number} was lost while it had the request ({cause}); send it again"
-        left = cause == LEFT
-        effects: list[m.Effect] = [
-            m.Log("rank_left" if left else "rank_lost", fields, warning=not left)
-        ]
-        effects += self.fail(lost, m.ErrorCode.REPLICA_LOST, text)
-        for record in records:
-            if record.request_id in undelivered and record.client is not None:
-                effects += self.route(self.ledger.admit(record.client, record.message), now)
+    def drain(self, peer: bytes, message: m.Drain, now: float) -> list[m.Effect]:
+        """An engine wants to leave once it has answered what it has."""
+        rank = self.ranks.of_peer(peer)
+        if rank is None:
+            return self.stranger(peer, "drain_from_stranger")
+        rank.heard = self._clock.read(now)
+        effects: list[m.Effect] = [m.Send(peer, m.DrainAck())]
+        if self._retire(rank):
+            fields = {"rank": rank.number, "requests": self.ledger.load(rank.number)}
+            effects.append(m.Log("rank_draining", fields))
+            if not len(self.ranks):
+                effects.append(self.dispatcher.none_left(rank.heard))
         return effects
+
+    def pong(self, peer: bytes, message: m.Pong, now: float) -> list[m.Effect]:
+        """An engine shows that it is alive."""
+        rank = self.ranks.of_peer(peer)
+        if rank is None:
+            return self.stranger(peer, "pong_from_stranger")
+        rank.heard = self._clock.read(now)
+        return []
+
+    def lose_ranks(
+        self, ranks: Sequence[Rank], now: float, cause: str, undelivered: tuple[int, ...] = ()
+    ) -> list[m.Effect]:
+        """Ranks are gone: their caches are forgotten, their requests go to others."""
+        clock = self._clock.read(now)
+        effects: list[m.Effect] = []
+        # First of all none of them is live any more: none gets what another one had.
+        were_live = [self._retire(rank) for rank in ranks]
+        for rank in ranks:
+            self.ranks.remove(rank)
+            requests = self.ledger.load(rank.number)
+            fields = {"rank": rank.number, "cause": cause, "requests": requests}
+            left = cause == LEFT and not requests
+            effects.append(m.Log("rank_left" if left else "rank_lost", fields, warning=not left))
+            effects += self.dispatcher.take_back(rank, cause, undelivered, now, clock)
+        if any(were_live) and not len(self.ranks):
+            effects.append(self.dispatcher.none_left(clock))
+        return effects
+
+    def _retire(self, rank: Rank) -> bool:
+        """A rank gets no more requests. Returns whether it was live."""
+        live = self.ranks.is_live(rank)
+        if live:
+            self.ranks.drain(rank)
+            self.router.drop_rank(rank)
+        return live
 
     def stranger(self, peer: bytes, event: str) -> list[m.Effect]:
         """Someone speaks as an engine and is none: one of ours may register (again)."""
@@ -222,22 +238,23 @@ class Fleet:
         rank = self.ranks.of_peer(peer)
         if rank is None:
             return self.stranger(peer, "events_from_stranger")
-        if not self._settings.hashed:
+        rank.heard = self._clock.read(now)
+        if not self._hashed or not self.ranks.is_live(rank):
             return []
-        events = unpack_events(message.events, message.count)
+        changes = segments(message.events, message.count)
         follows = (
-            events is not None
+            changes is not None
             and message.weight_epoch <= self.weight_epoch
-            and rank.events.take(message.first, events)
+            and rank.events.take(message.first, message.count, message.events)
         )
-        if not follows or events is None:
+        if not follows or changes is None:
             return self._distrust(rank, message)
-        # Blocks of an older epoch are of no use any more, but a clear among them still counts.
-        is_current = message.weight_epoch == self.weight_epoch
-        if not is_current:
-            events = [event for event in events[:1] if event == CLEARED]
-        self.index.apply(rank.number, events)
-        self.router.note_stored(rank, events)
+        if message.weight_epoch != self.weight_epoch:
+            # Blocks of an older epoch are of no use any more, but a clear among them still counts.
+            changes = [change for change in changes[:1] if change[0] is Change.CLEARED]
+        if not self.index.apply(rank.number, changes):
+            return self._distrust(rank, message)
+        self.router.note_stored(rank, (h for change, h in changes if change is Change.STORED))
         return []
 
     def _distrust(self, rank: Rank, message: m.KvEvents) -> list[m.Effect]:
@@ -252,11 +269,32 @@ class Fleet:
             m.Send(rank.peer, m.Resync()),
         ]
 
-    def tick(self, ticks: int) -> list[m.Effect]:
-        """Find broken connections: a send over one fails. Ask again who owes its table."""
-        ours = [rank for rank in self.ranks if not rank.released]
-        asked = [rank for rank in ours if rank.events.asked]
-        return [
-            *(m.Send(rank.peer, m.Ping(ticks)) for rank in ours),
-            *(m.Send(rank.peer, m.Resync()) for rank in asked),
-        ]
+    def tick(self, ticks: int, now: float) -> list[m.Effect]:
+        """Let time do its work: find those who are gone, ask again who owes its table.
+
+        A send over a broken connection fails; an engine that hangs keeps silent.
+        """
+        clock = self._clock.read(now)
+        effects = self.dispatcher.expire(clock)
+        limit = self._settings.fleet.hung_timeout
+        hung = [r for r in self.ranks.present if not r.released and clock - r.heard > limit]
+        effects += self.lose_ranks(hung, now, f"no sign of life for {limit:g} s")
+        for rank in self.ranks.present:
+            if rank.released:
+                continue
+            effects.append(m.Send(rank.peer, m.Ping(ticks)))
+            if rank.events.asked and self.ranks.is_live(rank):
+                effects.append(m.Send(rank.peer, m.Resync()))
+        return effects
+
+
+def _unlike(theirs: int, ours: int | None) -> str:
+    if not theirs:
+        return (
+            "it caches no prefixes, and the coordinator routes by them; start both with "
+            "--inference-dynamic-batching-prefix-caching, or both without"
+        )
+    return (
+        f"its cache blocks hold {theirs} tokens, and the coordinator's {ours}; start both with the "
+        "same --inference-dynamic-batching-block-size"
+    )

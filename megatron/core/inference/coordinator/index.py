@@ -3,137 +3,27 @@
 A request in flight *pins* its blocks: they count as held from its routing on, before the engine
 confirms anything, unless the engine says that it removed them. What else a rank holds is known from
 its engine's events (`kv_events.py`): the blocks *stored*. Where these cannot be believed, or there
-are none, history has to do: after the answer blocks stay, *idle*, for the engine's retention time
-(`lru` eviction) or go at once (`ref_zero`), and never more of them than the engine has room for.
+are none, history has to do: after the answer a prompt is *retained*, under `lru` eviction for the
+engine's retention time, under `ref_zero` not at all, and never more of it than the engine has room
+for: the prompt unused for longest gives way first, from its end.
 
-Block hashes are chained, so whoever holds a block held the whole prefix before it. That stays true
-of what is believed: a prompt's blocks become idle last to first, and go in that order, so no block
-goes before one that extends it. Presence along a prompt is therefore monotone, and is searched by
-bisection.
+Block hashes are chained, so whoever holds a block held the whole prefix before it. A prompt goes
+from its end, so that stays true of what is believed, and presence along a prompt is monotone.
+
+Everything believed of a rank hangs on a *slot* (`slots.py`). A rank that is lost, or whose engine
+tells its table anew, gets another one, and the old one is swept out of the runs (`runs.py`) piece
+by piece.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from megatron.core.inference.coordinator.kv_events import CLEARED
-
-
-class _Table:
-    """The blocks of one rank."""
-
-    __slots__ = ("capacity", "dropped", "idle", "lost", "pinned", "retention", "stored")
-
-    def __init__(self, capacity: int | None, retention: float):
-        self.pinned: dict[int, int] = {}  # block -> requests in flight that use it
-        self.idle: OrderedDict[int, float] = OrderedDict()  # block -> last use, oldest first
-        self.stored: set[int] | None = None  # as the engine's events say; None: not believed
-        # Pinned, but the engine says it removed them: of a request that it evicted, say.
-        self.lost: set[int] = set()
-        self.capacity = capacity
-        self.retention = retention
-        self.dropped = False
-
-    def __len__(self) -> int:
-        return len(self.pinned) + len(self.idle) + len(self.stored or ())
-
-    def successor(self) -> "_Table":
-        """An empty table of the same engine."""
-        table = _Table(self.capacity, self.retention)
-        table.stored = None if self.stored is None else set()
-        return table
-
-    def apply(self, events: Iterable[int]) -> None:
-        """Take what the engine says, which a table that goes by history becomes with a clear."""
-        for event in events:
-            if event == CLEARED:
-                self.stored = set()
-                self.idle.clear()
-            elif self.stored is None:
-                return
-            elif event > 0:
-                self.stored.add(event)
-                self.lost.discard(event)
-            else:
-                self.stored.discard(-event)
-                if -event in self.pinned:
-                    self.lost.add(-event)
-
-    def depth(self, hashes: Sequence[int]) -> int:
-        pinned = self.pinned
-        lost = self.lost
-        kept: Collection[int] = self.idle if self.stored is None else self.stored
-        low, high = 0, len(hashes)  # hashes[:low] are held; of hashes[low:high] nothing is known
-        middle = 1 if high else 0  # most ranks hold nothing of most prompts: ask for the first
-        while low < high:
-            block = hashes[middle - 1]
-            if (block in pinned and block not in lost) or block in kept:
-                low = middle
-            else:
-                high = middle - 1
-            middle = (low + high + 1) // 2
-        return low
-
-    def pin(self, hashes: Sequence[int]) -> None:
-        pinned, idle = self.pinned, self.idle
-        for block in hashes:
-            count = pinned.get(block, 0)
-            pinned[block] = count + 1
-            if not count:
-                idle.pop(block, None)
-        if self.lost:  # whoever is routed here now will have them computed
-            self.lost.difference_update(hashes)
-        self._trim()
-
-    def unpin(self, hashes: Sequence[int], now: float) -> None:
-        pinned, idle = self.pinned, self.idle
-        retained = self.retention and self.stored is None
-        for block in reversed(hashes):
-            count = pinned[block] - 1
-            if count:
-                pinned[block] = count
-            else:
-                del pinned[block]
-                self.lost.discard(block)
-                if retained:
-                    idle[block] = now
-        self._trim()
-
-    def expire(self, now: float, budget: int) -> int:
-        """Forget idle blocks past their time, `budget` at most; returns how many."""
-        idle, limit = self.idle, now - self.retention
-        for forgotten in range(budget):
-            if not idle or idle[next(iter(idle))] > limit:
-                return forgotten
-            idle.popitem(last=False)
-        return budget
-
-    def discard(self, budget: int) -> int:
-        """Empty a dropped table by `budget` blocks at most; returns how many."""
-        for discarded in range(budget):
-            if self.idle:
-                self.idle.popitem()
-            elif self.stored:
-                self.stored.pop()
-            elif self.pinned:
-                self.pinned.popitem()
-            else:
-                return discarded
-        return budget
-
-    def _trim(self) -> None:
-        if self.capacity is not None:
-            while self.idle and len(self.pinned) + len(self.idle) > self.capacity:
-                self.idle.popitem(last=False)
-
-
-class Lease:
-    """A request's hold on its blocks in one rank's table; given back once, on its answer."""
-
-    __slots__ = ("hashes", "table")
-
-    def __init__(self, table: _Table, hashes: Sequence[int]):
-        self.table = table
-        self.hashes = hashes
+from megatron.core.inference.coordinator.hashing import HASH_BYTES
+from megatron.core.inference.coordinator.kv_events import Change
+from megatron.core.inference.coordinator.prefixes import Match, Run
+from megatron.core.inference.coordinator.runs import Runs
+from megatron.core.inference.coordinator.slots import Lease, Slot
 
 
 class PrefixIndex:
@@ -146,13 +36,19 @@ class PrefixIndex:
 
     def __init__(self, retention_seconds: float):
         self._retention = retention_seconds
-        self._tables: dict[int, _Table] = {}
-        # Emptied a bounded piece at a time by `expire`, so that dropping a rank costs nothing.
-        self._dropped: deque[_Table] = deque()
+        self._runs = Runs()
+        self._slots: dict[int, Slot] = {}  # by rank
+        self._by_bit: dict[int, Slot] = {}
+        self._live = 0  # bits
+        self._ended = 0  # bits to sweep out of the runs next
+        # Emptied a bounded piece at a time, so that forgetting a lot at once costs nothing.
+        self._discarded: deque[dict[Any, Any]] = deque()
 
     def __len__(self) -> int:
         """Blocks believed held, over all ranks."""
-        return sum(len(table) for table in self._tables.values())
+        return sum(slot.blocks for slot in self._slots.values())
+
+    # --- ranks -------------------------------------------------------------------------------
 
     def add_rank(self, rank: int, *, capacity: int | None, retains: bool) -> None:
         """Begin to track a rank, with nothing held; what was known of it before is dropped.
@@ -163,85 +59,252 @@ class PrefixIndex:
             retains: Whether its engine keeps blocks that no request uses (`lru`).
         """
         self.drop_rank(rank)
-        self._tables[rank] = _Table(capacity, self._retention if retains else 0.0)
+        self._open(rank, capacity, self._retention if retains else 0.0, trusted=False)
 
     def drop_rank(self, rank: int) -> None:
         """Forget a rank, in O(1)."""
-        table = self._tables.pop(rank, None)
-        if table is not None:
-            self._drop(table)
+        slot = self._slots.pop(rank, None)
+        if slot is not None:
+            self._end(slot)
+            del self._by_bit[slot.bit]
+            self._live ^= slot.bit
+            self._ended |= slot.bit
 
     def clear(self) -> None:
         """Forget every block, in O(ranks): nothing computed so far may be reused."""
-        for rank, table in self._tables.items():
-            self._drop(table)
-            self._tables[rank] = table.successor()
-
-    def apply(self, rank: int, events: Sequence[int]) -> None:
-        """Take an engine's events; after a clear its word alone counts, beside the pins."""
-        self._tables[rank].apply(events)
+        self._discarded += [*self._runs.starts, *self._runs.ends]
+        self._runs = Runs()
+        slots = list(self._slots.values())
+        self._slots, self._by_bit = {}, {}
+        self._live = self._ended = 0
+        for slot in slots:
+            self._end(slot)
+            self._open(slot.rank, slot.capacity, slot.retention, slot.trusted)
 
     def distrust(self, rank: int) -> None:
         """Go by the history of requests, from now on, until the engine's next clear."""
-        table = self._tables[rank]
-        table.stored = None
-        table.lost.clear()
+        if self._slots[rank].trusted:
+            self._reopen(rank, trusted=False)
 
-    def depth(self, rank: int, hashes: Sequence[int]) -> int:
+    # --- prompts -----------------------------------------------------------------------------
+
+    def match(self, hashes: bytes) -> Match:
+        """Find what is known of a prompt, for the calls below; of use until the next change."""
+        return self._runs.match(hashes)
+
+    def holders(self, match: Match) -> list[tuple[int, int]]:
+        """Ranks that hold the same number of a prompt's blocks.
+
+        Returns:
+            Pairs of (slots of ranks, blocks), from few blocks to many; a rank that does not hold
+            the first block is in none.
+        """
+        return match.groups(self._live)
+
+    def ranks(self, slots: int) -> Iterator[int]:
+        """The ranks in a set of slots."""
+        while slots:
+            bit = slots & -slots
+            yield self._by_bit[bit].rank
+            slots ^= bit
+
+    def slot(self, rank: int) -> int:
+        """A rank's slot, as the set of slots that holds it alone."""
+        return self._slots[rank].bit
+
+    def depth(self, rank: int, match: Match) -> int:
         """Blocks of the prompt that a rank holds, counted from the first."""
-        return self._tables[rank].depth(hashes)
+        return match.depth(self._slots[rank].bit)
 
-    def holders(self, hashes: Sequence[int]) -> dict[int, int]:
-        """The depth of every rank that holds at least the first block."""
-        depths = ((rank, table.depth(hashes)) for rank, table in self._tables.items())
-        return {rank: depth for rank, depth in depths if depth}
-
-    def pin(self, rank: int, hashes: Sequence[int]) -> Lease:
-        """Count a prompt as held by the rank it has just been routed to."""
-        table = self._tables[rank]
-        table.pin(hashes)
-        return Lease(table, hashes)
+    def pin(self, rank: int, match: Match) -> Lease:
+        """Count a prompt, of at least one block, as held by the rank it is routed to."""
+        slot = self._slots[rank]
+        lease = Lease(slot, self._runs.pin(slot, match), match.hashes)
+        slot.leases[lease] = None
+        self._trim(slot)
+        return lease
 
     def release(self, lease: Lease, now: float) -> None:
-        """The request was answered, or will never be. A lease on a dropped table is void."""
-        if not lease.table.dropped:
-            lease.table.unpin(lease.hashes, now)
+        """The request was answered, or will never be. A lease on what was forgotten is void."""
+        slot = lease.slot
+        if slot.ended:
+            return
+        del slot.leases[lease]
+        if slot.retention and not slot.trusted:
+            self._retain(slot, lease.leaf, now)
+            self._trim(slot)
+            self._expire_slot(slot, now, budget=2)  # forgetting keeps pace with learning
+        else:
+            self._runs.unpin(slot, lease.leaf)
 
-    def expire(self, now: float, budget: int = 20_000) -> None:
-        """Forget what is past its time, `budget` blocks at most in one call."""
-        while self._dropped and budget > 0:
-            budget -= self._dropped[0].discard(budget)
-            if not len(self._dropped[0]):
-                self._dropped.popleft()
-        for table in self._tables.values():
-            if budget <= 0:
-                return
-            budget -= table.expire(now, budget)
+    # --- what engines say --------------------------------------------------------------------
+
+    def apply(self, rank: int, segments: Sequence[tuple[Change, bytes]]) -> bool:
+        """Take an engine's events; after a clear its word alone counts, beside the pins.
+
+        Returns:
+            False when it removed what it is not believed to have stored: it should tell its whole
+            table.
+        """
+        slot = self._slots[rank]
+        consistent = True
+        for change, hashes in segments:
+            if change is Change.CLEARED:
+                slot = self._reopen(rank, trusted=True)
+            elif not slot.trusted:
+                return True
+            elif change is Change.STORED:
+                self._runs.store(slot, hashes)
+            else:
+                consistent &= self._runs.remove(slot, hashes)
+        return consistent
+
+    # --- time --------------------------------------------------------------------------------
+
+    @property
+    def backlog(self) -> bool:
+        """Whether there is something to sweep out."""
+        return bool(self._ended or self._runs.sweeping or self._discarded)
+
+    def expire(self, now: float, budget: int = 500) -> None:
+        """Forget what is past its time, and sweep out what was forgotten at once.
+
+        Args:
+            now: The time.
+            budget: How many records may be touched, about.
+        """
+        for slot in self._slots.values():
+            budget -= self._expire_slot(slot, now, budget)
+        while budget > 0 and (self._ended or self._runs.sweeping):
+            budget -= self._sweep(budget)
+        while budget > 0 and self._discarded:
+            table = self._discarded[0]
+            count = min(budget, len(table))
+            for _ in range(count):
+                table.popitem()
+            budget -= count
+            if not table:
+                self._discarded.popleft()
 
     def check_integrity(self, leases: Iterable[Lease]) -> None:
-        """Compare the pins with the leases that are out.
+        """Compare everything that is counted with what it is counted from.
 
         Raises:
-            AssertionError: They differ, a block is kept for nothing, or a rank holds too much.
+            AssertionError: They differ, or something is kept for nothing.
         """
-        counts: dict[int, dict[int, int]] = {id(t): {} for t in self._tables.values()}
-        for lease in leases:
-            if not lease.table.dropped:
-                pins = counts[id(lease.table)]
-                for block in lease.hashes:
-                    pins[block] = pins.get(block, 0) + 1
-        for table in self._tables.values():
-            assert table.pinned == counts[id(table)], "pins differ from the leases that are out"
-            assert not table.pinned.keys() & table.idle.keys(), "a block is pinned and idle"
-            assert table.lost <= table.pinned.keys(), "a block is lost that nobody uses"
-            assert table.retention or not table.idle, "a block outlived its last request"
-            assert table.stored is None or not table.idle, "history beside the engine's word"
-            held = len(table.pinned) + len(table.idle)
-            fits = table.capacity is None or held <= table.capacity
-            assert fits or not table.idle, "a rank holds more than its engine has room for"
-            times = list(table.idle.values())
-            assert times == sorted(times), "idle blocks are out of order"
+        out = [lease for lease in leases if not lease.void]
+        pins: dict[int, dict[Slot, int]] = {}
+        for slot, leaf in self._pinned_leaves(out):
+            for run in _way_up(leaf):
+                counts = pins.setdefault(id(run), {})
+                counts[slot] = counts.get(slot, 0) + 1
+        blocks = dict.fromkeys(self._slots.values(), 0)
+        for run in self._runs:
+            self._check_run(run, pins.pop(id(run), {}))
+            for rank in self.ranks(run.held & self._live):
+                blocks[self._slots[rank]] += len(run.hashes) // HASH_BYTES
+        assert not pins, "leases pin runs that were dropped"
+        for stored in self._runs.single_blocks():
+            assert stored, "a block is kept that nobody stores"
+            for rank in self.ranks(stored & self._live):
+                blocks[self._slots[rank]] += 1
+        for slot, held in blocks.items():
+            assert slot.blocks == held, "blocks were miscounted"
+            assert slot.leases.keys() == {x for x in out if x.slot is slot}, "leases were lost"
+            fits = slot.capacity is None or held <= slot.capacity
+            assert fits or not slot.retained, "a rank holds more than its engine has room for"
+            times = list(slot.retained.values())
+            assert times == sorted(times), "retained prompts are out of order"
+            assert not slot.ended, "a live rank's slot has ended"
 
-    def _drop(self, table: _Table) -> None:
-        table.dropped = True
-        self._dropped.append(table)
+    def _pinned_leaves(self, leases: Iterable[Lease]) -> Iterator[tuple[Slot, Run]]:
+        yield from ((lease.slot, lease.leaf) for lease in leases)
+        for slot in self._slots.values():
+            yield from ((slot, leaf) for leaf in slot.retained)
+
+    def _check_run(self, run: Run, pins: dict[Slot, int]) -> None:
+        live = {slot: n for slot, n in (run.pins or {}).items() if not slot.ended}
+        assert live == pins, "pins differ from the leases that are out"
+        assert run.pins or run.held, "a run is kept for nothing"
+        assert run.pins or run.parent is None, "a run that is not pinned has a parent"
+        assert not run.stored & ~run.held, "a run is stored and not held"
+        unpinned = self._live & ~sum(slot.bit for slot in live)
+        assert not run.held & ~run.stored & unpinned, "a run outlived its last lease"
+
+    # --- slots -------------------------------------------------------------------------------
+
+    def _open(self, rank: int, capacity: int | None, retention: float, trusted: bool) -> Slot:
+        taken = self._live | self._ended | self._runs.sweeping
+        bit = ~taken & (taken + 1)  # the lowest that is free
+        slot = Slot(rank, bit, capacity, retention, trusted)
+        self._slots[rank] = self._by_bit[bit] = slot
+        self._live |= bit
+        return slot
+
+    def _end(self, slot: Slot) -> None:
+        slot.ended = True
+        self._discarded.append(slot.retained)
+
+    def _reopen(self, rank: int, trusted: bool) -> Slot:
+        """Believe nothing of a rank any more but that it has the requests in flight."""
+        old = self._slots[rank]
+        self.drop_rank(rank)
+        slot = self._open(rank, old.capacity, old.retention, trusted)
+        for lease in old.leases:
+            lease.slot = slot
+            lease.leaf = self._runs.pin(slot, self._runs.match(lease.hashes))
+        slot.leases = old.leases
+        return slot
+
+    def _sweep(self, budget: int) -> int:
+        """Go on sweeping ended slots out; returns how many records that touched."""
+        if not self._runs.sweeping:
+            self._runs.sweeping, self._ended = self._ended, 0
+        return self._runs.sweep(budget) + 1
+
+    # --- history -----------------------------------------------------------------------------
+
+    def _retain(self, slot: Slot, leaf: Run, now: float) -> None:
+        """Keep an answered prompt; those retained that it begins with are part of it."""
+        for run in [run for run in _way_up(leaf) if run in slot.retained]:
+            del slot.retained[run]
+            self._runs.unpin(slot, run)
+        self._runs.join_path(leaf)
+        slot.retained[leaf] = now
+
+    def _expire_slot(self, slot: Slot, now: float, budget: int) -> int:
+        touched = 0
+        while slot.retained and touched < budget:
+            leaf = next(iter(slot.retained))
+            if slot.retained[leaf] > now - slot.retention:
+                break
+            del slot.retained[leaf]
+            touched += self._runs.unpin(slot, leaf)
+        return touched
+
+    def _trim(self, slot: Slot) -> None:
+        if slot.capacity is None:
+            return
+        while slot.blocks > slot.capacity and slot.retained:
+            leaf = next(iter(slot.retained))
+            used = slot.retained.pop(leaf)
+            excess = slot.blocks - slot.capacity
+            assert leaf.pins is not None
+            # What another prompt needs too is not freed by shortening this one.
+            blocks = excess if leaf.pins[slot] == 1 else len(leaf.hashes)
+            shorter = self._runs.unpin_last(slot, leaf, blocks)
+            if shorter is None:
+                continue
+            if shorter in slot.retained:  # used later by itself
+                self._runs.unpin(slot, shorter)
+            else:
+                slot.retained[shorter] = used
+                slot.retained.move_to_end(shorter, last=False)
+
+
+def _way_up(leaf: Run) -> Iterator[Run]:
+    """The runs of a lease, from its last to its first."""
+    run: Run | None = leaf
+    while run is not None:
+        yield run
+        run = run.parent

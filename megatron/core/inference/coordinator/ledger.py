@@ -1,15 +1,16 @@
 """The ledger of requests: one record each, and the only ways to change it.
 
-A request is admitted, assigned to a rank and finished, or it loses its client or its rank on the
-way. A rank's load is the number of records that it has: it is counted, never kept beside them.
+A request is admitted, assigned to a rank and finished; on the way it may lose its client, or its
+rank, and is requeued then. A rank's load is the number of records that it has: it is counted, never
+kept beside them.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.inference.coordinator.index import Lease
 from megatron.core.inference.coordinator.messages import SubmitRequest
+from megatron.core.inference.coordinator.slots import Lease
 
 
 class LedgerError(Exception):
@@ -21,32 +22,38 @@ class RequestRecord:
     """All there is to know of one request.
 
     Attributes:
-        request_id: The coordinator's number for it.
+        request_id: The coordinator's number for this attempt at it.
         client: Identity of who asked; None once the client is gone.
         client_request_id: The client's name for it.
-        message: What the client sent.
+        message: What the client sent, as long as it may have to be sent again.
+        size: Bytes of the message's bodies.
         rank: Number of the rank that has it; None while it waits.
+        attempts: How many ranks it was given to and lost with.
+        deadline: When to give up waiting for a rank, where there is none.
         lease: Its hold on the index, if its prompt was hashed.
         blocks: Full blocks of its prompt that were hashed.
         prompt_tokens: Length of its prompt, -1 if unknown.
         predicted_tokens: Prefill that the engine was expected to skip when it was routed, tokens.
         held_blocks: Blocks of its prompt that its rank was believed to hold when it was routed.
         events_seen: How many of its rank's cache events were known when it was routed.
-        chain: Hash of its last full block, which names the whole chain; None if not hashed.
+        chain: Packed hash of its last full block, which names the whole chain; None if not hashed.
     """
 
     request_id: int
     client: bytes | None
     client_request_id: Any
-    message: SubmitRequest
+    message: SubmitRequest | None
+    size: int = 0
     rank: int | None = None
+    attempts: int = 0
+    deadline: float = 0.0
     lease: Lease | None = None
     blocks: int = 0
     prompt_tokens: int = -1
     predicted_tokens: int = 0
     held_blocks: int = 0
     events_seen: int = 0
-    chain: int | None = None
+    chain: bytes | None = None
 
 
 class Ledger:
@@ -54,6 +61,7 @@ class Ledger:
 
     def __init__(self):
         self._next_id = 0
+        self._bytes = 0
         self._records: dict[int, RequestRecord] = {}
         self._waiting: dict[int, RequestRecord] = {}
         self._by_rank: dict[int, dict[int, RequestRecord]] = {}
@@ -65,6 +73,16 @@ class Ledger:
 
     def __iter__(self) -> Iterator[RequestRecord]:
         return iter(self._records.values())
+
+    @property
+    def size(self) -> int:
+        """Bytes of the bodies of all requests."""
+        return self._bytes
+
+    @property
+    def first_waiting(self) -> RequestRecord | None:
+        """The request that has waited for a rank longest."""
+        return next(iter(self._waiting.values()), None)
 
     @property
     def waiting(self) -> list[RequestRecord]:
@@ -84,6 +102,8 @@ class Ledger:
         """Open a record under a number never used before."""
         record = RequestRecord(self._next_id, client, message.client_request_id, message)
         record.prompt_tokens = message.prompt_tokens
+        record.size = message.size
+        self._bytes += record.size
         self._next_id += 1
         self._records[record.request_id] = record
         self._waiting[record.request_id] = record
@@ -116,11 +136,29 @@ class Ledger:
         if record is None:
             raise LedgerError(f"request {request_id} is unknown or finished")
         self._waiting.pop(request_id, None)
+        self._bytes -= record.size
         if record.rank is not None:
             _take(self._by_rank, record.rank, request_id)
         if record.client is not None:
             _take(self._by_client, record.client, request_id)
         return record
+
+    def requeue(self, record: RequestRecord) -> None:
+        """Take a request from its rank; it waits again, under a new number.
+
+        Raises:
+            LedgerError: It has no rank.
+        """
+        if record.rank is None:
+            raise LedgerError(f"request {record.request_id} has no rank")
+        self.finish(record.request_id)
+        record.request_id = self._next_id
+        record.rank = record.lease = None
+        self._bytes += record.size
+        self._next_id += 1
+        self._records[record.request_id] = self._waiting[record.request_id] = record
+        if record.client is not None:
+            self._by_client.setdefault(record.client, {})[record.request_id] = record
 
     def lose_client(self, client: bytes) -> int:
         """The client is gone: what waits is closed, what runs goes on for nobody.
@@ -130,14 +168,14 @@ class Ledger:
         """
         records = self._by_client.pop(client, {})
         for record in records.values():
-            record.client = None
+            record.client = record.message = None
             if record.rank is None:
                 self.finish(record.request_id)
         return sum(record.rank is not None for record in records.values())
 
-    def lose_rank(self, rank: int) -> list[RequestRecord]:
-        """The rank is gone: close its records and return them in the order of assignment."""
-        return [self.finish(request_id) for request_id in list(self._by_rank.get(rank, ()))]
+    def of_rank(self, rank: int) -> list[RequestRecord]:
+        """What a rank has in flight, in the order of assignment."""
+        return list(self._by_rank.get(rank, {}).values())
 
     def check_integrity(self) -> None:
         """Compare every view with the records.
@@ -146,6 +184,8 @@ class Ledger:
             AssertionError: A view and the records differ.
         """
         records = self._records
+        assert self._bytes == sum(record.size for record in records.values())
+        assert all(number == record.request_id for number, record in records.items())
         assert self._waiting == {i: r for i, r in records.items() if r.rank is None}
         for views, key in ((self._by_rank, "rank"), (self._by_client, "client")):
             for owner, view in views.items():

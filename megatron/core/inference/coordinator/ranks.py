@@ -8,12 +8,15 @@ from megatron.core.inference.coordinator.kv_events import EventStream
 from megatron.core.inference.coordinator.messages import Register
 from megatron.core.inference.coordinator.settings import CoordinatorSettings
 
+REMEMBERED = 4096
+"""Replicas whose numbers are kept for when they come back; of more, those longest ago give way."""
+
 _RELEASED_IDENTITY = re.compile(rb"mp-coord-(\d+)")
 
 
 @dataclass(slots=True)
 class Rank:
-    """A live replica.
+    """A replica that has registered.
 
     Attributes:
         number: Its index in the coordinator; the same replica gets the same one again.
@@ -24,6 +27,7 @@ class Rank:
         total_blocks: Blocks in its cache; None when unknown.
         retains: Whether it keeps cached blocks that no request uses.
         last_assigned: Sequence number of its latest assignment; -1 for never.
+        heard: When it last said anything, on the fleet's clock.
         events: The numbering of its cache events.
     """
 
@@ -35,11 +39,14 @@ class Rank:
     total_blocks: int | None
     retains: bool
     last_assigned: int = -1
+    heard: float = 0.0
     events: EventStream = field(default_factory=EventStream)
 
 
 class Ranks:
-    """Live replicas by number and by peer.
+    """Replicas by number and by peer: the live ones, and those that are being drained.
+
+    Iteration, length and `get` know the live ones alone.
 
     Args:
         settings: Says what released engines do not tell of themselves.
@@ -48,6 +55,7 @@ class Ranks:
     def __init__(self, settings: CoordinatorSettings):
         self._settings = settings
         self._live: dict[int, Rank] = {}
+        self._present: dict[int, Rank] = {}
         self._by_peer: dict[bytes, Rank] = {}
         self._numbers: dict[tuple[str, int], int] = {}
         self._generations: dict[int, int] = {}
@@ -59,23 +67,33 @@ class Ranks:
     def __len__(self) -> int:
         return len(self._live)
 
+    @property
+    def present(self) -> list[Rank]:
+        """The live ones and those that are being drained."""
+        return list(self._by_peer.values())
+
     def get(self, number: int) -> Rank | None:
         """The live rank with this number."""
         return self._live.get(number)
 
     def of_peer(self, peer: bytes) -> Rank | None:
-        """The live rank behind this peer."""
+        """The rank behind this peer, live or being drained."""
         return self._by_peer.get(peer)
 
-    def predecessor(self, peer: bytes, register: Register) -> Rank | None:
-        """The live rank that this registration takes the place of."""
+    def is_live(self, rank: Rank) -> bool:
+        """Whether it may get requests: it is in the fleet and not being drained."""
+        return self._live.get(rank.number) is rank
+
+    def predecessors(self, peer: bytes, register: Register) -> list[Rank]:
+        """The ranks that this registration takes the place of: its peer's, its replica's."""
         number = self._numbers.get(name_of(peer, register))
-        same_replica = None if number is None else self._live.get(number)
-        return self._by_peer.get(peer) or same_replica
+        same_replica = None if number is None else self._present.get(number)
+        found = (self._by_peer.get(peer), same_replica)
+        return list({rank.number: rank for rank in found if rank is not None}.values())
 
     def add(self, peer: bytes, register: Register) -> Rank:
-        """Make a replica live. Its predecessor, if any, must have been removed."""
-        number = self._numbers.setdefault(name_of(peer, register), len(self._numbers))
+        """Make a replica live. Its predecessors, if any, must have been removed."""
+        number = self._number_of(name_of(peer, register))
         self._generations[number] = generation = self._generations.get(number, 0) + 1
         released = register.version is None
         eviction = self._settings.eviction.value if released else register.eviction
@@ -88,15 +106,33 @@ class Ranks:
             total_blocks=None if released else register.total_blocks,
             retains=eviction == "lru",
         )
-        self._live[number] = self._by_peer[peer] = rank
+        self._live[number] = self._present[number] = self._by_peer[peer] = rank
         self._refresh()
         return rank
 
+    def drain(self, rank: Rank) -> None:
+        """Let a live replica get no more requests."""
+        del self._live[rank.number]
+        self._refresh()
+
     def remove(self, rank: Rank) -> None:
         """Take a replica out of the fleet."""
-        del self._live[rank.number]
+        self._live.pop(rank.number, None)
+        del self._present[rank.number]
         del self._by_peer[rank.peer]
         self._refresh()
+
+    def _number_of(self, name: tuple[str, int]) -> int:
+        """The number that a replica had before, or one that is free."""
+        number = self._numbers.pop(name, None)
+        if number is None:
+            number = len(self._numbers)
+            gone = (who for who, taken in self._numbers.items() if taken not in self._present)
+            if number >= REMEMBERED and (forgotten := next(gone, None)) is not None:
+                number = self._numbers.pop(forgotten)
+                del self._generations[number]
+        self._numbers[name] = number  # last in order: who registered longest ago is forgotten first
+        return number
 
     def _refresh(self) -> None:
         places = [rank.max_requests for rank in self._live.values()]

@@ -1,23 +1,23 @@
 """Placing a request: from its hashes and the present state to a rank."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
 
 from megatron.core.inference.coordinator.accuracy import Accuracy
-from megatron.core.inference.coordinator.decision import (
-    Candidate,
-    Situation,
-    choose,
-    least_loaded,
-)
-from megatron.core.inference.coordinator.hashing import expected_skip, unpack_hashes
+from megatron.core.inference.coordinator.decision import Candidate, Situation, choose
+from megatron.core.inference.coordinator.hashing import HASH_BYTES, checked_hashes, expected_skip
 from megatron.core.inference.coordinator.index import PrefixIndex
 from megatron.core.inference.coordinator.ledger import Ledger, RequestRecord
 from megatron.core.inference.coordinator.messages import Answer, SubmitRequest
+from megatron.core.inference.coordinator.prefixes import Match
 from megatron.core.inference.coordinator.ranks import Rank, Ranks
 from megatron.core.inference.coordinator.settings import CoordinatorSettings
+from megatron.core.inference.coordinator.standing import Standing
+
+_FEW_HOLDERS = 32
+"""Holders up to which each is looked at; of more, the first is soon met in the order of all."""
 
 
 @dataclass(slots=True)
@@ -50,37 +50,52 @@ class Router:
         self._ledger = ledger
         self._index = index
         self._assignments = 0
-        self._bursts: dict[int, _Burst] = {}
+        self._standing = Standing(settings.deterministic)
+        self._hashed = settings.hashed
+        self._block_size = settings.block_size_tokens or 1
+        self._limit = settings.fleet.max_rank_requests
+        self._first_block_only = (
+            settings.signal is PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
+        )
+        self._bursts: dict[bytes, _Burst] = {}
         self.accuracy: dict[int, Accuracy] = {}
 
-    def hashes_of(self, message: SubmitRequest) -> list[int] | None:
-        """The hashes that the signal policy reads.
+    def hashes_of(self, message: SubmitRequest) -> bytes | None:
+        """The packed hashes that the signal policy reads.
 
         Returns:
-            The hashes; an empty list where there is no full block or nobody reads them; None
-            when the client did not hash, or what it sent cannot be right.
+            The hashes; empty where there is no full block or nobody reads them; None when the
+            client did not hash, or what it sent cannot be right.
         """
-        if not self._settings.hashed:
-            return []
+        if not self._hashed:
+            return b""
         if message.hashes is None:
             return None
         known = message.prompt_tokens >= 0
-        size = self._settings.block_size_tokens or 1
-        return unpack_hashes(message.hashes, message.prompt_tokens // size if known else None)
+        full_blocks = message.prompt_tokens // self._block_size if known else None
+        return checked_hashes(message.hashes, full_blocks)
 
-    def place(self, record: RequestRecord, hashes: Sequence[int]) -> Rank:
-        """Give a waiting request to a rank. There must be a live one."""
-        record.blocks = len(hashes)
-        record.chain = hashes[-1] if hashes else None
-        if self._settings.signal is PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK:
-            hashes = hashes[:1]
-        rank = self._burst_rank(record) or self._best(hashes)
+    @property
+    def has_room(self) -> bool:
+        """Whether a live rank may get a request."""
+        standing, limit = self._standing, self._limit
+        return len(standing) > 0 and (not limit or standing.load(standing.first()) < limit)
+
+    def place(self, record: RequestRecord, hashes: bytes) -> Rank:
+        """Give a waiting request to a rank. There must be one that `has_room`."""
+        record.blocks = len(hashes) // HASH_BYTES
+        record.chain = hashes[-HASH_BYTES:] or None
+        if self._first_block_only:
+            hashes = hashes[:HASH_BYTES]
+        match = self._index.match(hashes)
+        rank, depth = self._burst_rank(record, match) or self._best(match)
         if hashes:
-            self._predict(record, rank, hashes)
-            record.lease = self._index.pin(rank.number, hashes)
+            self._predict(record, rank, depth)
+            record.lease = self._index.pin(rank.number, match)
         self._ledger.assign(record.request_id, rank.number)
         rank.last_assigned = self._assignments
         self._assignments += 1
+        self._note_load(rank)
         self._lead_burst(record, rank)
         return rank
 
@@ -88,9 +103,24 @@ class Router:
         """The request is finished: what was held for it is given back."""
         if record.lease is not None:
             self._index.release(record.lease, now)
+        rank = self._ranks.get(record.rank) if record.rank is not None else None
+        if rank is not None:
+            self._note_load(rank)
         burst = self._bursts.get(record.chain) if record.chain is not None else None
         if burst is not None and burst.leader == record.request_id:
             del self._bursts[record.chain]  # type: ignore[arg-type]
+
+    def add_rank(self, rank: Rank) -> None:
+        """A rank is live from now on."""
+        self._index.add_rank(rank.number, capacity=rank.total_blocks, retains=rank.retains)
+        if rank.generation == 1:  # the number may have been another replica's
+            self.accuracy.pop(rank.number, None)
+        self._note_load(rank)
+
+    def drop_rank(self, rank: Rank) -> None:
+        """A rank is live no more."""
+        self._index.drop_rank(rank.number)
+        self._standing.remove(rank.number)
 
     def compare(self, record: RequestRecord, rank: Rank, answer: Answer) -> bool:
         """Compare what was predicted with what the engine really skipped.
@@ -101,23 +131,26 @@ class Router:
         lease = record.lease
         if lease is None or answer.cached_tokens < 0 or record.prompt_tokens < 0:
             return False
-        held, lacking = lease.hashes[: record.held_blocks], lease.hashes[record.held_blocks :]
-        in_window = lease.table.dropped or rank.events.changed(
-            record.events_seen, answer.event_number, held, lacking
+        split = record.held_blocks * HASH_BYTES
+        in_window = lease.void or rank.events.changed(
+            record.events_seen, answer.event_number, lease.hashes[:split], lease.hashes[split:]
         )
         if self._settings.signal is PrefixCachingCoordinatorPolicy.LONGEST_PREFIX:
-            accuracy = self.accuracy.setdefault(rank.number, Accuracy())
+            accuracy = self.accuracy.get(rank.number)
+            if accuracy is None:
+                accuracy = self.accuracy[rank.number] = Accuracy()
             accuracy.add(record.predicted_tokens, answer.cached_tokens, in_window=in_window)
         return in_window
 
-    def note_stored(self, rank: Rank, events: Sequence[int]) -> None:
-        """A prompt's last block is stored: equal prompts need not follow it any more."""
+    def note_stored(self, rank: Rank, chains: Iterable[bytes]) -> None:
+        """Blocks are stored: prompts equal to one of which all are need not follow it any more."""
         if not self._bursts:
             return
-        for event in events:
-            burst = self._bursts.get(event)
-            if burst is not None and burst.rank is rank:
-                del self._bursts[event]
+        led = [chain for chain, burst in self._bursts.items() if burst.rank is rank]
+        for hashes in chains:
+            for chain in led:
+                if hashes.find(chain) % HASH_BYTES == 0:
+                    self._bursts.pop(chain, None)
 
     def forget_bursts(self) -> None:
         """What is being computed now will be of no use to requests that come later."""
@@ -134,50 +167,75 @@ class Router:
             leader = leaders.get(burst.leader)
             assert leader is not None, "a burst outlived its leader"
             assert (leader.chain, leader.rank) == (chain, burst.rank.number)
+        assert len(self._standing) == len(self._ranks), "the order has other ranks than the fleet"
+        for rank in self._ranks:
+            load = self._ledger.load(rank.number)
+            assert self._standing.load(rank.number) == load, "the order does not follow the load"
 
-    def _best(self, hashes: Sequence[int]) -> Rank:
-        """The holders and the least loaded rank compete (`decision.choose`)."""
-        settings, deterministic = self._settings.routing, self._settings.deterministic
-        depths = self._index.holders(hashes) if hashes else {}
-        everyone = [
-            Candidate(
-                rank.number,
-                self._ledger.load(rank.number),
-                depths.get(rank.number, 0) / len(hashes) if hashes else 0.0,
-                rank.last_assigned,
-            )
-            for rank in self._ranks
-        ]
-        if not depths:
-            winner = least_loaded(everyone, deterministic=deterministic)
-        else:
-            situation = Situation(
-                blocks=len(hashes),
-                mean_load=self._ledger.assigned / len(self._ranks),
-                max_requests=self._ranks.smallest_max_requests,
-                alpha=settings.routing_alpha,
-                beta=settings.load_beta,
-            )
-            winner = choose(everyone, settings.cost_policy, situation, deterministic=deterministic)
-        rank = self._ranks.get(winner.rank)
+    def _best(self, match: Match) -> tuple[Rank, int]:
+        """The best rank, and how many of the prompt's blocks it holds."""
+        groups = self._index.holders(match)
+        number, depth = (
+            self._choose(groups, match.blocks) if groups else (self._standing.first(), 0)
+        )
+        rank = self._ranks.get(number)
         assert rank is not None
-        return rank
+        return rank, depth
 
-    def _predict(self, record: RequestRecord, rank: Rank, hashes: Sequence[int]) -> None:
-        record.held_blocks = self._index.depth(rank.number, hashes)
+    def _choose(self, groups: Sequence[tuple[int, int]], blocks: int) -> tuple[int, int]:
+        """Of each group of equal holders the first compete, and the least loaded of all ranks."""
+        settings, standing = self._settings.routing, self._standing
+        depths = {self._first_of(slots): depth for slots, depth in groups}
+        depths.setdefault(standing.first(), 0)
+        limit = self._limit
+        candidates = [
+            Candidate(
+                number,
+                standing.load(number),
+                depth / blocks,
+                self._ranks.get(number).last_assigned,  # type: ignore[union-attr]
+            )
+            for number, depth in depths.items()
+            if not limit or standing.load(number) < limit
+        ]
+        situation = Situation(
+            blocks=blocks,
+            mean_load=standing.mean_load,
+            max_requests=self._ranks.smallest_max_requests,
+            alpha=settings.routing_alpha,
+            beta=settings.load_beta,
+        )
+        deterministic = self._settings.deterministic
+        winner = choose(candidates, settings.cost_policy, situation, deterministic=deterministic)
+        return winner.rank, depths[winner.rank]
+
+    def _first_of(self, slots: int) -> int:
+        """The rank that ties prefer in a set of slots."""
+        index = self._index
+        if slots.bit_count() <= _FEW_HOLDERS:
+            return self._standing.first_of(index.ranks(slots))
+        return self._standing.first_where(lambda number: slots & index.slot(number))
+
+    def _note_load(self, rank: Rank) -> None:
+        self._standing.update(rank.number, self._ledger.load(rank.number), rank.last_assigned)
+
+    def _predict(self, record: RequestRecord, rank: Rank, depth: int) -> None:
+        record.held_blocks = depth
         record.events_seen = rank.events.next
         if record.prompt_tokens >= 0:
-            size = self._settings.block_size_tokens or 1
-            record.predicted_tokens = expected_skip(record.prompt_tokens, record.held_blocks, size)
+            record.predicted_tokens = expected_skip(record.prompt_tokens, depth, self._block_size)
 
-    def _burst_rank(self, record: RequestRecord) -> Rank | None:
+    def _burst_rank(self, record: RequestRecord, match: Match) -> tuple[Rank, int] | None:
         burst = self._bursts.get(record.chain) if record.chain is not None else None
         if burst is None or burst.followers >= self._settings.routing.burst_cap:
             return None
         if self._ranks.get(burst.rank.number) is not burst.rank:
             return None
+        limit = self._limit
+        if limit and self._standing.load(burst.rank.number) >= limit:
+            return None
         burst.followers += 1
-        return burst.rank
+        return burst.rank, self._index.depth(burst.rank.number, match)
 
     def _lead_burst(self, record: RequestRecord, rank: Rank) -> None:
         if not self._settings.routing.burst_cap or record.chain is None:

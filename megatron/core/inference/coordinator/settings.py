@@ -1,73 +1,40 @@
 """Every option of the plugin, once: name, default, range and help.
 
-The command-line flags (`arguments.py`), the table in the README and the settings objects in code
-all derive from `RoutingSettings`.
+The command-line flags (`arguments.py`), the tables in the README and the settings objects in code
+all derive from `RoutingSettings` and `FleetSettings`.
 """
 
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from enum import Enum
-from math import isfinite
-from typing import Any
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from megatron.core.inference.config import (
     PrefixCachingCoordinatorPolicy,
     PrefixCachingEvictionPolicy,
 )
 
+from megatron.core.inference.coordinator.options import Option, Settings, SettingsError, about
 from megatron.core.inference.coordinator.policies import PrefixCachingCostPolicy, routes_on_prefix
 
 FLAG_PREFIX = "inference_dynamic_batching_prefix_caching_"
-"""What every option's argparse dest begins with; the flag is the dest with dashes."""
+"""What the argparse dest of every routing option begins with; the flag is the dest with dashes."""
 
 PROTOCOL_VERSION = 1
 """Version of the wire protocol (docs/architecture.md); CONNECT and REGISTER carry it."""
 
 
-class SettingsError(ValueError):
-    """A setting is out of range or contradicts another; the text says what to do."""
-
-
 @dataclass(frozen=True, slots=True)
-class Option:
-    """What there is to know of one option besides its default.
-
-    Attributes:
-        help: What it does, for `--help` and the README.
-        minimum: Smallest value allowed, or None.
-        maximum: Largest value allowed, or None.
-    """
-
-    help: str
-    minimum: float | None = None
-    maximum: float | None = None
-
-    @property
-    def range_text(self) -> str:
-        """The range in words, empty when there is none."""
-        if self.minimum is not None and self.maximum is not None:
-            return f"between {self.minimum:g} and {self.maximum:g}"
-        if self.minimum is not None:
-            return f"{self.minimum:g} or more"
-        return ""
-
-
-def _about(help_text: str, **limits: float) -> dict[str, Option]:
-    return {"option": Option(help_text, **limits)}
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingSettings:
+class RoutingSettings(Settings):
     """How requests are routed. Immutable and picklable.
 
     Raises:
         SettingsError: A value is out of its range, or names no policy.
     """
 
+    PREFIX: ClassVar[str] = FLAG_PREFIX
+
     coordinator_policy: PrefixCachingCoordinatorPolicy = field(
         default=PrefixCachingCoordinatorPolicy.LONGEST_PREFIX,
-        metadata=_about(
+        metadata=about(
             "What is known of a rank's cache: longest_prefix (how many of the prompt's blocks it "
             "holds, counted from the first), first_prefix_block (whether it holds the first "
             "block) or load_balanced (nothing: the least loaded rank gets the request).",
@@ -75,7 +42,7 @@ class RoutingSettings:
     )
     cost_policy: PrefixCachingCostPolicy = field(
         default=PrefixCachingCostPolicy.RELATIVE_LOAD_WEIGHTED,
-        metadata=_about(
+        metadata=about(
             "How the cached share of a prompt is weighed against load: relative_load_weighted "
             "(fraction - beta * (load - mean) / max(1, mean)), free_capacity_weighted "
             "(alpha * fraction + (1 - alpha) * free places / max_requests) or prefill_work "
@@ -84,7 +51,7 @@ class RoutingSettings:
     )
     load_beta: float = field(
         default=1.0,
-        metadata=_about(
+        metadata=about(
             "Weight of load in relative_load_weighted. At 1 a rank at twice the mean load gives up "
             "the credit of one fully cached prompt; 0 ignores load.",
             minimum=0.0,
@@ -92,7 +59,7 @@ class RoutingSettings:
     )
     routing_alpha: float = field(
         default=0.5,
-        metadata=_about(
+        metadata=about(
             "Weight of the cached share in free_capacity_weighted, against free places; no other "
             "cost policy reads it.",
             minimum=0.0,
@@ -101,7 +68,7 @@ class RoutingSettings:
     )
     ttl_seconds: float = field(
         default=300.0,
-        metadata=_about(
+        metadata=about(
             "Seconds that a prompt is believed to stay cached after its routing or its answer, "
             "whichever is later, on engines with lru eviction that report no cache events.",
             minimum=0.001,
@@ -109,7 +76,7 @@ class RoutingSettings:
     )
     burst_cap: int = field(
         default=0,
-        metadata=_about(
+        metadata=about(
             "Up to this many requests follow a request with the same full blocks that is still "
             "being computed, whatever the load; 0 leaves it to the cost policy.",
             minimum=0,
@@ -118,61 +85,119 @@ class RoutingSettings:
 
     generated_tokens: bool = field(
         default=False,
-        metadata=_about(
+        metadata=about(
             "Engines also keep the blocks that a request generated, so that the next turn does "
             "not compute the answer again; needs lru eviction.",
         ),
     )
 
-    def __post_init__(self):
-        for name, kind in _KINDS.items():
-            object.__setattr__(self, name, _converted(name, kind, getattr(self, name)))
 
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> "RoutingSettings":
-        """Build settings from names to values; missing names and None keep their defaults.
+@dataclass(frozen=True, slots=True)
+class FleetSettings(Settings):
+    """What is done when replicas are lost or busy. Immutable and picklable.
 
-        Args:
-            values: Field names, with or without `FLAG_PREFIX`, e.g. `vars(args)`.
+    Raises:
+        SettingsError: A value is out of its range.
+    """
 
-        Raises:
-            SettingsError: A value is out of its range, or names no policy.
-        """
-        names = [f.name for f in fields(cls)]
-        found = {n: values.get(FLAG_PREFIX + n, values.get(n)) for n in names}
-        return cls(**{n: v for n, v in found.items() if v is not None})
+    PREFIX: ClassVar[str] = "inference_coordinator_"
+
+    max_retries: int = field(
+        default=1,
+        metadata=about(
+            "How often a request is given to another replica after the one that had it was lost. "
+            "For that its prompt is kept until the answer; 0 keeps none.",
+            minimum=0,
+        ),
+    )
+    replica_wait: float = field(
+        default=60.0,
+        metadata=about(
+            "Seconds that requests wait for a replica when none is left, until they are answered "
+            "with an error.",
+            minimum=0.0,
+        ),
+    )
+    hung_timeout: float = field(
+        default=120.0,
+        metadata=about(
+            "Seconds without a sign of life after which a replica counts as lost although its "
+            "connection stands. Longer than the longest step, e.g. a prefill or a graph capture; "
+            "it does not run while the fleet is paused or suspended.",
+            minimum=0.1,
+        ),
+    )
+    max_inflight_requests: int = field(
+        default=100_000,
+        metadata=about(
+            "Requests waiting or in flight in the whole fleet, beyond which new ones are refused "
+            "(HTTP 429).",
+            minimum=1,
+        ),
+    )
+    max_inflight_bytes: int = field(
+        default=8 << 30,
+        metadata=about(
+            "The same in bytes of prompts and parameters.",
+            minimum=1,
+        ),
+    )
+    max_frame_bytes: int = field(
+        default=256 << 20,
+        metadata=about(
+            "Bytes of one prompt or answer on the coordinator's socket; a peer that sends more "
+            "loses its connection.",
+            minimum=1 << 16,
+        ),
+    )
+    max_rank_requests: int = field(
+        default=0,
+        metadata=about(
+            "Requests in flight on one replica beyond which the others wait in the coordinator, "
+            "first come first served; 0 sets no limit and leaves the queue to the engines. A "
+            "limit gives a freed place to whoever waits longest, wherever its history is, so "
+            "at saturation it costs most cache hits (docs/choosing-a-policy.md).",
+            minimum=0,
+        ),
+    )
 
 
-_KINDS: dict[str, type] = {f.name: f.type for f in fields(RoutingSettings)}  # type: ignore[misc]
+@dataclass(frozen=True, slots=True)
+class AccessSettings(Settings):
+    """Who may talk to the coordinator. Immutable and picklable."""
+
+    PREFIX: ClassVar[str] = "inference_coordinator_"
+
+    key_file: str = field(
+        default="",
+        metadata=about(
+            "File of the keys that the coordinator takes messages from, mode 0600: written by the "
+            "job that starts the coordinator, read by jobs that join it and by trusted programs. "
+            "MEGATRON_COORDINATOR_KEY_FILE names it as well. Without one, keys stay in the job.",
+        ),
+    )
+    plain: bool = field(
+        default=False,
+        metadata=about(
+            "Take messages from everybody who reaches the coordinator's port, unencrypted, also "
+            "those that stop the fleet; released clients and engines need it.",
+        ),
+    )
 
 
 def options() -> dict[str, Option]:
-    """Every option by field name, in the order of `RoutingSettings`."""
-    return {f.name: f.metadata["option"] for f in fields(RoutingSettings)}
+    """Every routing option by field name, in the order of `RoutingSettings`."""
+    return RoutingSettings.options()
 
 
 def flag(name: str) -> str:
-    """The command-line flag of an option, e.g. `--inference-…-prefix-caching-load-beta`."""
-    return "--" + (FLAG_PREFIX + name).replace("_", "-")
-
-
-def shown(default: Any) -> str:
-    """A default as people read it."""
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    return str(default.value if isinstance(default, Enum) else default)
+    """The command-line flag of a routing option."""
+    return RoutingSettings.flag(name)
 
 
 def markdown_table() -> str:
-    """The options as the README shows them."""
-    rows = ["| flag | default | what it does |", "| --- | --- | --- |"]
-    for f in fields(RoutingSettings):
-        option = f.metadata["option"]
-        default = shown(f.default)
-        limits = f" ({option.range_text})" if option.range_text else ""
-        short = flag(f.name).removeprefix(flag(""))
-        rows.append(f"| `…-{short}` | `{default}`{limits} | {option.help} |")
-    return "\n".join(rows) + "\n"
+    """The routing options as the README shows them."""
+    return RoutingSettings.markdown_table()
 
 
 def unused_options(settings: RoutingSettings) -> list[str]:
@@ -190,35 +215,13 @@ def unused_options(settings: RoutingSettings) -> list[str]:
     ]
 
 
-def _converted(name: str, kind: type, value: Any) -> Any:
-    option = options()[name]
-    if kind is bool and not isinstance(value, bool):
-        raise SettingsError(f"{flag(name)} is {value!r}; it must be True or False")
-    number = "a whole number" if kind is int else "a number"
-    try:
-        result = kind(value)
-    except (TypeError, ValueError, OverflowError):
-        expected = (
-            "one of " + ", ".join(m.value for m in kind)
-            if issubclass(kind, Enum)
-            else f"{number}, {option.range_text}"
-        )
-        raise SettingsError(f"{flag(name)} is {value!r}; it must be {expected}") from None
-    if option.minimum is None:
-        return result
-    above = result > (sys.float_info.max if option.maximum is None else option.maximum)
-    fraction_lost = kind is int and isinstance(value, float) and result != value
-    if above or not isfinite(result) or result < option.minimum or fraction_lost:
-        raise SettingsError(f"{flag(name)} is {value!r}; give {number} {option.range_text}")
-    return result
-
-
 @dataclass(frozen=True, slots=True)
 class CoordinatorSettings:
     """What a coordinator is started with, beside how it routes. Immutable and picklable.
 
     Attributes:
         routing: How requests are routed.
+        fleet: What is done when replicas are lost or busy.
         expected_ranks: Requests wait until this many ranks have registered.
         prefix_caching: Whether the engines cache prefixes at all; off means least-loaded routing.
         block_size_tokens: Tokens in one cached block, or None when there is no prefix caching.
@@ -229,6 +232,7 @@ class CoordinatorSettings:
     """
 
     routing: RoutingSettings = field(default_factory=RoutingSettings)
+    fleet: FleetSettings = field(default_factory=FleetSettings)
     expected_ranks: int = 0
     prefix_caching: bool = True
     block_size_tokens: int | None = 256

@@ -13,7 +13,10 @@ from megatron.core.inference.text_generation_server.dynamic_text_gen_server.endp
     chat_completions,
 )
 
+from megatron.core.inference.coordinator.messages import ErrorCode
+from megatron.core.inference.coordinator.runtime.client import Overloaded, RequestFailed
 from megatron.core.inference.coordinator.runtime.http.app import build_app
+from megatron.core.inference.coordinator.runtime.http.fields import TEMPLATE_ARGUMENTS
 from megatron.core.inference.coordinator.runtime.http.validation import GREEDY, sampling
 
 CHAT = "/v1/chat/completions"
@@ -55,11 +58,6 @@ class Tokenizer:
 
 class PlainTokenizer(Tokenizer):
     chat_template = None
-
-
-class LostError(Exception):
-    code = "no_replica"
-    retryable = True
 
 
 class Client:
@@ -657,6 +655,125 @@ def test_a_body_that_is_no_object(path, body):
     assert found == error("The request body must be a JSON object.", None, WRONG_TYPE)
 
 
+@pytest.mark.parametrize("ask_with", [chat, complete])
+@pytest.mark.parametrize(
+    "name",
+    ["chat_template", "tokenizer", "parsers", "logits_processors", "custom_logit_processor"],
+)
+def test_code_and_paths_are_not_taken_from_requests(ask_with, name):
+    client = Client()
+    status, body, _ = ask_with(app_with(client), **{name: "{{ 7 * 7 }}"})
+    message = f"{name} is not taken from requests: it is for the server to choose."
+    assert (status, body) == (400, error(message, name, "unsupported_parameter"))
+    assert client.seen == []
+    assert ask_with(app_with(client), **{name: None})[0] == 200
+
+
+@pytest.mark.parametrize("value", ["{{ 7 * 7 }}", None, 10**12, True])
+@pytest.mark.parametrize("name", sorted(TEMPLATE_ARGUMENTS))
+def test_template_variables_do_not_steer_the_rendering(name, value):
+    client = Client()
+    status, body, _ = chat(app_with(client), chat_template_kwargs={"enable": True, name: value})
+    param = f"chat_template_kwargs.{name}"
+    message = f"{param} is not taken from requests: it is for the server to choose."
+    assert (status, body) == (400, error(message, param, "unsupported_parameter"))
+    assert client.seen == []
+
+
+def test_template_variables_reach_the_template():
+    class Thinking(Tokenizer):
+        def apply_chat_template(self, messages, *, enable_thinking, **kwargs):
+            return [7] if enable_thinking else [8]
+
+    client = Client()
+    for value in (True, False):
+        variables = {"enable_thinking": value}
+        assert chat(app_with(client, Thinking()), chat_template_kwargs=variables)[0] == 200
+    assert [prompt for prompt, _ in client.seen] == [[7], [8]]
+
+
+class AnyVariables(Tokenizer):
+    def apply_chat_template(self, messages, **kwargs):
+        return [7]
+
+
+def nested(levels):
+    value = 0
+    for _ in range(levels):
+        value = {"anyOf": [value]}
+    return value
+
+
+@pytest.mark.parametrize(
+    "name", ["tools", "tool_choice", "chat_template_kwargs", "response_format", "made_up"]
+)
+def test_what_is_nested_too_deeply_is_refused(name):
+    for levels, wanted in ((20, 200), (40, 400), (400, 400)):
+        value = nested(levels)
+        value = [{"function": value}] if name == "tools" else value
+        status, body, _ = chat(app_with(tokenizer=AnyVariables()), **{name: value})
+        assert status == wanted, body
+    message = f"{name} must not be nested deeper than 64 levels."
+    assert body == error(message, name)
+
+
+def test_messages_that_are_nested_too_deeply_are_refused():
+    status, body, _ = chat(app_with(), messages=[{"role": "user", "tool_calls": [nested(400)]}])
+    name = "messages[0].tool_calls"
+    assert (status, body) == (400, error(f"{name} must not be nested deeper than 64 levels.", name))
+
+
+@pytest.mark.parametrize("what", ["messages", "tools", "messages[0].content"])
+def test_lists_have_an_end(what):
+    fields = {
+        "messages": {"messages": HELLO * 10_001},
+        "tools": {"tools": [{}] * 10_001},
+        "messages[0].content": {"messages": [{"role": "user", "content": ["x"] * 10_001}]},
+    }
+    status, body, _ = chat(app_with(), **fields[what])
+    assert (status, body) == (400, error(f"{what} must have at most 10000 items.", what))
+
+
+@pytest.mark.parametrize(("prompts", "n", "most"), [(4097, 1, 4096), (33, 128, 32)])
+def test_a_request_has_no_more_choices_than_a_fleet_can_answer(prompts, n, most):
+    client = Client()
+    status, body, _ = complete(app_with(client), prompt=["x"] * prompts, n=n)
+    message = f"prompt must have at most {most} prompts with n {n}."
+    assert (status, body) == (400, error(message, "prompt"))
+    assert client.seen == []
+
+
+def test_a_profiler_that_the_coordinator_would_not_obey_is_refused():
+    client = Client()
+    status, body, _ = ask(app_with(client, may_control=False), "/start_profile")
+    assert (status, body["error"]["code"]) == (403, "forbidden")
+    assert not client.profiling
+
+
+@pytest.mark.parametrize("path", ["/v1//models", "/v1/models/../models", "/v1/models/"])
+def test_a_path_is_taken_as_it_is(path):
+    status, body, _ = ask(app_with(), path, method="GET")
+    assert status == 404
+    assert body["error"]["code"] in ("unknown_url", "model_not_found")
+
+
+def test_a_body_that_does_not_come_in_time():
+    app = app_with(body_timeout=0.2)
+
+    async def talk():
+        headers = {"Content-Length": "5000"}
+        async with app.test_client().request(CHAT, method="POST", headers=headers) as connection:
+            await connection.send(b"{")
+            await asyncio.sleep(0.5)
+        response = await connection.as_response()
+        return response.status_code, await response.get_json(), response.headers
+
+    status, body, headers = asyncio.run(talk())
+    assert status == 408
+    assert body == error("The request did not come in time.", code="request_timeout")
+    assert headers["Connection"] == "close"
+
+
 def test_unknown_path():
     status, body, _ = ask(app_with(), "/v1/nothing", {})
     assert status == 404
@@ -689,10 +806,11 @@ def test_a_body_that_is_too_large(announced):
                 await connection.send(b"x" * 1000)
             await connection.send_complete()
         response = await connection.as_response()
-        return response.status_code, await response.get_json()
+        return response.status_code, await response.get_json(), response.headers
 
-    status, body = asyncio.run(talk())
+    status, body, headers = asyncio.run(talk())
     assert status == 413
+    assert headers["Connection"] == "close"
     assert body == error(
         "The request body is larger than this server accepts.", code="request_too_large"
     )
@@ -723,11 +841,20 @@ def test_a_completion_beyond_the_context():
 
 
 @pytest.mark.parametrize("ask_with", [chat, complete])
-def test_no_replica(ask_with):
-    status, body, headers = ask_with(app_with(Client({}, LostError("nobody serves"))), n=2)
-    assert status == 503
-    assert body == error("nobody serves", None, "no_replica", "server_error")
+@pytest.mark.parametrize(
+    ("failure", "status", "kind"),
+    [
+        (Overloaded(ErrorCode.OVERLOADED, "9 requests wait"), 429, "rate_limit_error"),
+        (RequestFailed(ErrorCode.NO_REPLICA, "nobody serves"), 503, "server_error"),
+        (RequestFailed(ErrorCode.REPLICA_LOST, "it was lost"), 503, "server_error"),
+    ],
+)
+def test_refusals_of_the_coordinator_say_when_to_come_again(ask_with, failure, status, kind):
+    found, body, headers = ask_with(app_with(Client({}, failure)), n=2)
+    assert found == status
+    assert body == error(str(failure), None, str(failure.code), kind)
     assert headers["Retry-After"] == "1"
+    assert failure.retryable
 
 
 @pytest.mark.parametrize("ask_with", [chat, complete])

@@ -4,6 +4,7 @@ Every process that imports megatron-core costs seconds, so one fork server serve
 """
 
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -21,6 +23,10 @@ import msgpack
 import psutil
 import pytest
 import zmq
+
+from megatron.core.inference.coordinator.options import SettingsError
+from megatron.core.inference.coordinator.runtime.http.access import ApiKeys
+from megatron.core.inference.coordinator.runtime.http.limits import HttpSettings
 
 REQUESTS = 2048
 REPLICAS = 8
@@ -69,7 +75,11 @@ class Client:
 
     def add_request(self, prompt, params):
         future = asyncio.get_running_loop().create_future()
-        if prompt != [*b"wait"]:
+        if prompt == [*b"wide"]:
+            future.set_result(REPLY | {"generated_text": "x" * 20_000_000})
+        elif prompt == [*b"slow"]:
+            asyncio.get_running_loop().call_later(0.8, future.set_result, dict(REPLY))
+        elif prompt != [*b"wait"]:
             future.set_result(dict(REPLY))
         return future
 
@@ -250,6 +260,121 @@ def test_the_released_server_under_the_same_load(tmp_path):
     assert figures["requests"] == REQUESTS
 
 
+# --- who may send, and how slowly --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def openai():
+    """OpenAI's client: front ends import this module too, and should not wait for it."""
+    import openai
+
+    return openai
+
+
+@pytest.fixture
+def openai_client(openai):
+    """`openai_client(url, key)`: a client that tries once."""
+    return lambda url, key: openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+
+@pytest.fixture
+def keyed(start, monkeypatch):
+    """The URL of front ends that ask for a key."""
+    monkeypatch.setenv("MEGATRON_API_KEY", "sesame")
+    url = start(replicas=1)
+    monkeypatch.delenv("MEGATRON_API_KEY")
+    return url
+
+
+def test_a_key_from_the_environment_is_asked_for_and_in_no_process_list(
+    keyed, openai, openai_client
+):
+    with pytest.raises(openai.AuthenticationError, match="asks for an API key"):
+        openai_client(keyed, "wrong").models.list()
+    [model] = openai_client(keyed, "sesame").models.list()
+    assert model.id == "megatron"
+    status, headers, _ = ask(keyed, prompt="hi")
+    assert (status, headers["www-authenticate"]) == (401, "bearer")
+    for process in psutil.Process().children(recursive=True):
+        assert "sesame" not in " ".join(process.cmdline())
+
+
+def test_an_environment_without_a_key_starts_nothing(start, server, monkeypatch):
+    monkeypatch.setenv("MEGATRON_API_KEY", " ")
+    with pytest.raises(SettingsError, match="MEGATRON_API_KEY holds no key"):
+        start()
+    assert front_ends() == []
+
+
+@pytest.mark.parametrize("key", ["wrong", "sesame"])
+def test_clients_read_the_refusal_of_what_they_are_still_sending(start, key, openai, openai_client):
+    """The rest of it is not read: a server that just closed would break their connection."""
+    url = start(replicas=1, api_keys=ApiKeys(["sesame"]), limits=HttpSettings(max_body_mib=1))
+    refusal = openai.AuthenticationError if key == "wrong" else openai.APIStatusError
+    with pytest.raises(refusal) as refused:
+        openai_client(url, key).completions.create(model="x", prompt="x" * 30_000_000)
+    assert refused.value.status_code == (401 if key == "wrong" else 413)
+
+
+@pytest.mark.parametrize(
+    ("beginning", "rest"),
+    [
+        (b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX: ", b"y"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n", b"{"),
+    ],
+    ids=["headers", "body"],
+)
+def test_a_client_that_trickles_is_answered_and_let_go(start, beginning, rest):
+    url = start(replicas=1, limits=HttpSettings(header_timeout=1, body_timeout=1, idle_timeout=60))
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", port_of(url))) as slow:
+        slow.sendall(beginning)
+        slow.settimeout(0.2)
+        answer = b""
+        while not answer:
+            assert time.monotonic() - began < 10
+            slow.sendall(rest)
+            with contextlib.suppress(TimeoutError):
+                answer = slow.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert ask(url, prompt="hi")[0] == 200
+    assert time.monotonic() - began > 1
+
+
+def test_an_idle_client_is_let_go(start):
+    url = start(replicas=1, limits=HttpSettings(idle_timeout=1))
+    request = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+    with (
+        socket.create_connection(("127.0.0.1", port_of(url))) as silent,
+        socket.create_connection(("127.0.0.1", port_of(url))) as served,
+    ):
+        served.sendall(request)
+        for sock, wanted in ((silent, b""), (served, b"HTTP/1.1 200 ")):
+            sock.settimeout(10)
+            with sock.makefile("rb") as file:
+                assert file.read().startswith(wanted)
+
+
+def test_a_client_that_does_not_read_is_let_go(start):
+    """What a front end keeps for it would stay for ever."""
+    url = start(replicas=1, limits=HttpSettings(body_timeout=1))
+    prompt = json.dumps({"prompt": "wide", "max_tokens": 2}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(prompt)}\r\n\r\n"
+    [front_end] = front_ends()
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", port_of(url)))
+        deaf.sendall(head.encode() + prompt)
+        process = psutil.Process(front_end.pid)
+        wait_until(lambda: any(_of(deaf, c) for c in process.net_connections("tcp")))
+        wait_until(lambda: not any(_of(deaf, c) for c in process.net_connections("tcp")))
+        assert ask(url, prompt="hi")[0] == 200
+
+
+def _of(sock, connection):
+    return bool(connection.raddr) and connection.raddr.port == sock.getsockname()[1]
+
+
 # --- ports -------------------------------------------------------------------------------------
 
 
@@ -379,6 +504,42 @@ def test_stop_is_quick_also_with_requests_in_flight(start, server):
     server.stop_text_gen_server()
 
 
+def test_what_is_asked_before_a_drain_is_answered_and_nothing_else_is_taken(start, server):
+    url = start()
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, url, prompt="slow") for _ in range(8)]
+        time.sleep(0.3)
+        assert not any(each.done() for each in asked)
+        processes = front_ends()
+        began = time.monotonic()
+        assert server.drain_text_gen_server(10) is True
+        assert time.monotonic() - began < 5
+        assert [each.result()[0] for each in asked] == [200] * 8
+    with pytest.raises(ConnectionRefusedError):
+        ask(url, prompt="hi")
+    server.stop_text_gen_server()
+    assert [p.exitcode for p in processes] == [0] * 2
+
+
+def test_a_drain_ends_when_its_time_is_over(start, server):
+    url = start(replicas=1)
+    with socket.create_connection(("127.0.0.1", port_of(url))) as waiting:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Length: 18\r\n\r\n"
+        waiting.sendall(head + b'{"prompt": "wait"}')
+        time.sleep(0.2)
+        began = time.monotonic()
+        assert server.drain_text_gen_server(0.5) is False
+        server.stop_text_gen_server()
+        assert 0.5 <= time.monotonic() - began < 3
+    assert server.drain_text_gen_server(0.5) is True  # nobody is left
+
+
+def test_signals_to_the_parent_s_group_do_not_reach_front_ends(start):
+    """torchrun signals the groups of its processes; they drain their front ends themselves."""
+    start()
+    assert {os.getpgid(p.pid) for p in front_ends()} == {p.pid for p in front_ends()}
+
+
 def test_ctrl_c_is_left_to_the_parent(start):
     url = start()
     for process in front_ends():
@@ -398,6 +559,44 @@ url = server.start_text_gen_server(
 print(url, *(p.pid for p in multiprocessing.active_children()), flush=True)
 time.sleep(600)
 """
+
+
+DRAINS = """
+import os, signal
+from multiprocessing import forkserver
+os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+print(server.drain_text_gen_server(20), flush=True)
+"""
+
+
+def test_front_ends_are_waited_for_although_the_fork_server_is_gone():
+    """It is in the parent's group, and ends of a signal to that."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    script = PARENT.replace("time.sleep(600)", "input()") + DRAINS
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with parent, parent.stdin, parent.stdout, ThreadPoolExecutor(1) as pool:
+        url, *pids = parent.stdout.readline().split()
+        asked = pool.submit(ask, url, prompt="slow")
+        time.sleep(0.3)
+        parent.stdin.write("\n")
+        parent.stdin.flush()
+        assert parent.stdout.readline() == "True\n"
+        assert asked.result()[0] == 200
+        assert not any(lives(int(pid)) for pid in pids)
+
+
+def lives(pid):
+    """Whether a process runs; the system may take its time to collect one that has ended."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_front_ends_end_with_a_parent_that_is_killed():

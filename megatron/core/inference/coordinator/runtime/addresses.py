@@ -18,7 +18,7 @@ def job_address() -> str:
         return _LOOPBACK
     address = _address_towards(os.environ.get("MASTER_ADDR", ""))
     if address is None or address.startswith("127."):
-        return next(iter(_other_addresses()), socket.getfqdn())
+        return next(iter(other_addresses()), socket.getfqdn())
     return address
 
 
@@ -33,7 +33,7 @@ def _address_towards(host: str) -> str | None:
         return address
 
 
-def _other_addresses() -> list[str]:
+def other_addresses() -> list[str]:
     """IPv4 addresses of this machine's interfaces that are up, loopback left out."""
     import psutil  # needed between machines alone
 

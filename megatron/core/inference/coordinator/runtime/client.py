@@ -3,29 +3,34 @@
 import asyncio
 import logging
 import time
-import uuid
 from typing import Any
 
 import numpy as np
-import zmq
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.utils import get_asyncio_loop
 
 from megatron.core.inference.coordinator import messages as m
-from megatron.core.inference.coordinator.hashing import block_hashes, pack_hashes
+from megatron.core.inference.coordinator.hashing import packed_block_hashes
 from megatron.core.inference.coordinator.lifecycle import Signal
 from megatron.core.inference.coordinator.policies import routes_on_prefix
-from megatron.core.inference.coordinator.runtime import released, sockets, text, wire
-from megatron.core.inference.coordinator.settings import PROTOCOL_VERSION
+from megatron.core.inference.coordinator.runtime import released, text, wire
+from megatron.core.inference.coordinator.runtime.client_link import (
+    ClientLink,
+    CoordinatorUnreachable,
+)
+
+__all__ = [
+    "CoordinatorUnreachable",
+    "Disconnected",
+    "InferenceClient",
+    "Overloaded",
+    "RequestFailed",
+]
 
 logger = logging.getLogger(__name__)
 
-_RETRYABLE = frozenset({m.ErrorCode.NO_REPLICA, m.ErrorCode.REPLICA_LOST})
-
-
-class CoordinatorUnreachable(ConnectionError):
-    """No coordinator answered; the text says what was tried."""
+_RETRYABLE = frozenset({m.ErrorCode.NO_REPLICA, m.ErrorCode.REPLICA_LOST, m.ErrorCode.OVERLOADED})
 
 
 class RequestFailed(RuntimeError):
@@ -42,11 +47,29 @@ class RequestFailed(RuntimeError):
         self.retryable = code in _RETRYABLE
 
 
+class Overloaded(RequestFailed):
+    """The fleet has as many requests as it may hold; the text says how many. Try again later."""
+
+
+class Disconnected(RequestFailed):
+    """There is no connection to the coordinator at present, or it broke before the answer came.
+
+    The client connects again by itself.
+    """
+
+    def __init__(self, text: str):
+        super().__init__(m.ErrorCode.NOT_CONNECTED, f"{text}; send the request again")
+        self.retryable = True
+
+
 class InferenceClient:
     """Submits requests to a coordinator, for use inside an asyncio event loop.
 
     It hashes prompts when the coordinator routes on prefixes, so that the coordinator needs not
     look into them. Not thread-safe: call it from the thread that runs the loop.
+
+    When its connection breaks, requests without an answer fail, as do new ones until it has
+    connected again, which it tries without an end.
 
     Args:
         inference_coordinator_address: The coordinator's, e.g. tcp://127.0.0.1:5000.
@@ -57,7 +80,7 @@ class InferenceClient:
         connect_timeout: Seconds to wait for the coordinator in `start`.
 
     Raises:
-        ValueError: The address is none.
+        ValueError: The address is none, or the key file cannot be used.
     """
 
     def __init__(
@@ -72,15 +95,13 @@ class InferenceClient:
         self.deserialize = deserialize
         self.tokenizer = tokenizer
         self.connect_timeout = connect_timeout
-        self.context = zmq.Context()
-        identity = b"client-" + uuid.uuid4().bytes
-        self.socket = sockets.dealer(self.context, self.address, identity)
+        self._link = ClientLink(self.address, tokenizer is None, self._receive, self._lose)
         self.completion_futures: dict[int, asyncio.Future] = {}
         self.request_submission_times: dict[int, float] = {}
         self.next_request_id = 0
         self.unhashed_requests = 0
         self._prompt_texts: dict[int, str] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._started = False
         self._hashed = False
         self._block_size = 0
 
@@ -95,46 +116,17 @@ class InferenceClient:
         Raises:
             CoordinatorUnreachable: Nothing, or something else than our coordinator, answered.
         """
-        self._loop = get_asyncio_loop(loop)
-        acknowledgement = self._handshake()
-        self._block_size = acknowledgement.block_size
-        self._hashed = routes_on_prefix(acknowledgement.signal) and self._block_size > 0
-        self._loop.add_reader(self.socket.FD, self._on_readable)
-        self._loop.call_soon_threadsafe(self._on_readable)
-
-    def _handshake(self) -> m.ConnectAck:
-        tried = f"{self.address} (CONNECT, protocol {PROTOCOL_VERSION})"
-        self._send(m.Connect(PROTOCOL_VERSION, text_prompts=self.tokenizer is None))
-        if not self.socket.poll(int(self.connect_timeout * 1000)):
-            raise CoordinatorUnreachable(
-                f"no answer from {tried} within {self.connect_timeout:g} s; is the coordinator "
-                "running, and is this its address?"
-            )
-        try:
-            message = wire.decode_from_coordinator(self.socket.recv_multipart())
-        except wire.WireError:
-            message = None
-        if isinstance(message, m.RequestError):
-            raise CoordinatorUnreachable(f"{tried} refused: {message.text}")
-        if not isinstance(message, m.ConnectAck):
-            raise CoordinatorUnreachable(
-                f"{tried} answers, but is no prefix-routing coordinator; call "
-                "megatron.core.inference.coordinator.patch() where it is started"
-            )
-        return message
+        self._link.open(get_asyncio_loop(loop), self.connect_timeout)
+        self._started = True
 
     def stop(self) -> None:
         """Cancel what is unanswered and close the connection. Calling it again does nothing."""
-        if self.socket.closed:
+        if self._link.closed:
             return
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self.socket.FD)
         for future in list(self.completion_futures.values()):
             future.cancel()
         self.completion_futures.clear()
-        self._send(m.Disconnect())
-        self.socket.close(linger=100)
-        self.context.term()
+        self._link.close()
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -155,12 +147,15 @@ class InferenceClient:
         Raises:
             RuntimeError: No event loop is running, or `start` was not called.
         """
-        if self._loop is None:
+        if not self._started:
             raise RuntimeError("call start() before add_request()")
         future = asyncio.get_running_loop().create_future()
+        if self._link.trouble is not None:
+            future.set_exception(Disconnected(self._link.trouble))
+            return future
         request_id = self.next_request_id
         self.next_request_id += 1
-        self._send(self._submission(request_id, prompt, sampling_params))
+        self._link.send(self._submission(request_id, prompt, sampling_params))
         self.completion_futures[request_id] = future
         self.request_submission_times[request_id] = time.perf_counter()
         future.add_done_callback(lambda done: self._forget(request_id))
@@ -178,7 +173,7 @@ class InferenceClient:
         if isinstance(prompt, str):
             self._count_unhashed()
             return m.SubmitRequest(request_id, -1, wire.pack(sampling), wire.pack(prompt))
-        hashes = pack_hashes(block_hashes(prompt, self._block_size)) if self._hashed else None
+        hashes = packed_block_hashes(prompt, self._block_size) if self._hashed else None
         tokens = prompt if isinstance(prompt, list) else np.asarray(prompt).tolist()
         packed = wire.pack(tokens)
         return m.SubmitRequest(request_id, len(tokens), wire.pack(sampling), packed, hashes)
@@ -198,28 +193,23 @@ class InferenceClient:
 
     # --- receiving ---------------------------------------------------------------------------
 
-    def _on_readable(self) -> None:
-        # The file descriptor of a ZeroMQ socket signals once: take all there is.
-        while not self.socket.closed:
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                self._receive(wire.decode_from_coordinator(frames))
-            except Exception:
-                logger.exception("answer_refused")
-
     def _receive(self, message: m.FromCoordinator) -> None:
         match message:
             case m.Reply():
                 self._resolve(message)
+            case m.ConnectAck(signal=signal, block_size=block_size):
+                self._block_size = block_size
+                self._hashed = routes_on_prefix(signal) and block_size > 0
             case m.RequestError():
                 future = self.completion_futures.get(message.client_request_id)
                 if future is not None and not future.done():
-                    future.set_exception(RequestFailed(message.code, message.text))
-            case m.Ping(number=number):
-                self._send(m.Pong(number))
+                    kind = Overloaded if message.code == m.ErrorCode.OVERLOADED else RequestFailed
+                    future.set_exception(kind(message.code, message.text))
+
+    def _lose(self, reason: str) -> None:
+        for future in list(self.completion_futures.values()):
+            if not future.done():
+                future.set_exception(Disconnected(reason))
 
     def _resolve(self, message: m.Reply) -> None:
         request_id = message.client_request_id
@@ -231,7 +221,7 @@ class InferenceClient:
         except Exception as error:  # nobody else would ever tell who waits
             future.set_exception(error)
 
-    def _answer(self, request_id: int, body: bytes) -> Any:
+    def _answer(self, request_id: int, body: m.Body) -> Any:
         reply = wire.unpack(body)
         reply["latency"] = time.perf_counter() - self.request_submission_times[request_id]
         if request_id in self._prompt_texts:
@@ -244,42 +234,36 @@ class InferenceClient:
 
     def pause_engines(self) -> None:
         """Let all engines finish their step and wait. Await `engine.paused` for confirmation."""
-        self._send(m.Control(Signal.PAUSE))
+        self._link.send(m.Control(Signal.PAUSE))
 
     def unpause_engines(self) -> None:
         """Let paused engines go on."""
-        self._send(m.Control(Signal.UNPAUSE))
+        self._link.send(m.Control(Signal.UNPAUSE))
 
     def suspend_engines(self) -> None:
         """Let paused engines give their memory back."""
-        self._send(m.Control(Signal.SUSPEND))
+        self._link.send(m.Control(Signal.SUSPEND))
 
     def resume_engines(self) -> None:
         """Let suspended engines take their memory again; they are paused then."""
-        self._send(m.Control(Signal.RESUME))
+        self._link.send(m.Control(Signal.RESUME))
 
     def stop_engines(self) -> None:
         """End paused or suspended engines; the coordinator stays."""
-        self._send(m.Control(Signal.STOP))
+        self._link.send(m.Control(Signal.STOP))
 
     def set_generation_epoch(self, generation_epoch: int) -> None:
         """Stamp what is in flight with a generation epoch; a new one begins a weight epoch."""
-        self._send(m.Control(Signal.SET_GENERATION_EPOCH, (generation_epoch,)))
+        self._link.send(m.Control(Signal.SET_GENERATION_EPOCH, (generation_epoch,)))
 
     def start_cuda_profiler(self) -> None:
         """Let all engines start the CUDA profiler."""
-        self._send(m.Control(Signal.START_CUDA_PROFILER))
+        self._link.send(m.Control(Signal.START_CUDA_PROFILER))
 
     def stop_cuda_profiler(self) -> None:
         """Let all engines stop the CUDA profiler."""
-        self._send(m.Control(Signal.STOP_CUDA_PROFILER))
+        self._link.send(m.Control(Signal.STOP_CUDA_PROFILER))
 
     def shutdown_coordinator(self) -> None:
         """End the coordinator; the engines are not told."""
-        self._send(m.Shutdown())
-
-    def _send(self, message: m.ToCoordinator) -> None:
-        self.socket.send_multipart(wire.encode(message))
-        # Sending may swallow the one signal that something has arrived: look again.
-        if self._loop is not None and int(self.socket.EVENTS) & zmq.POLLIN:
-            self._loop.call_soon_threadsafe(self._on_readable)
+        self._link.send(m.Shutdown())

@@ -5,8 +5,13 @@ import time
 from collections import deque
 from dataclasses import replace
 
+from megatron.core.inference.engines.dynamic_engine import EngineState
+
 from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.lifecycle import FleetState
+from megatron.core.inference.coordinator.runtime import wire
 from megatron.core.inference.coordinator.runtime.engine_cache import EngineCache
+from megatron.core.inference.coordinator.runtime.engine_signals import signals_towards
 from megatron.core.inference.coordinator.runtime.eventlog import EventLog
 from megatron.core.inference.coordinator.runtime.group_channel import (
     GroupPublisher,
@@ -18,7 +23,10 @@ from megatron.core.inference.coordinator.runtime.process import CoordinatorProce
 logger = logging.getLogger(__name__)
 
 _AGAIN_SECONDS = 2.0
-"""Until a registration that nobody acknowledged is repeated when it is asked for."""
+"""Until a registration or a wish to leave that nobody acknowledged is repeated."""
+
+_REGISTER_AGAIN = [bytes(frame) for frame in wire.encode(m.RegisterAgain())]
+_DRAIN_ACK = [bytes(frame) for frame in wire.encode(m.DrainAck())]
 
 
 class EngineEnd:
@@ -37,6 +45,10 @@ class EngineEnd:
         process: The coordinator process, on the rank that started it.
         registration: What it registered with, to say again when it is asked to.
         asked_again_at: When it last registered again; None once that was acknowledged.
+        forsaken: The coordinator gave it up, and has not taken it again yet.
+        leaving: It is to answer what it has and leave; set from any thread.
+        drained: No more requests will come.
+        stopping: It has begun to leave.
         stepping: The engine is in the middle of a step.
         reset_due: It was reset in the middle of it.
         ending: The job is ending; it is no error any more that others are gone.
@@ -52,6 +64,8 @@ class EngineEnd:
         self.process: CoordinatorProcess | None = None
         self.registration: m.Register | None = None
         self.asked_again_at: float | None = None
+        self.forsaken = self.leaving = self.drained = self.stopping = False
+        self._asked_to_drain_at: float | None = None
         self.stepping = self.reset_due = False
         self.ending = False
         self.events = EventLog(logger)
@@ -61,9 +75,13 @@ class EngineEnd:
         if self.subscriber is not None:
             return self.subscriber.receive(give_up=lambda: self.ending)
         assert self.link is not None
-        if not self.ending:
-            self.link.check()
+        broke = not self.ending and self.link.check()
         messages = self.link.drain()
+        if broke:  # what the coordinator would say, if it had noticed as well
+            self.asked_again_at = None
+            messages.append(_REGISTER_AGAIN)
+        if self.leaving and not self.drained:
+            self._ask_to_drain(self.link, messages)
         if self.publisher is not None:
             self.publisher.publish(messages)
         return messages
@@ -79,8 +97,13 @@ class EngineEnd:
         if self.link is not None and events is not None:
             self.link.send(events)
 
+    def catch_up(self, state: EngineState, fleet: FleetState) -> None:
+        """Take the signals first that lead from the engine's state to the fleet's."""
+        signals = [m.Control(signal) for signal in signals_towards(state, fleet)]
+        self.inbox.extendleft(reversed(signals))
+
     def register_again(self) -> None:
-        """Register once more, where this rank has a link.
+        """Register once more, where this rank has a link and does not want to leave.
 
         Several messages may each be answered with the demand, but a second registration would
         cost the requests that were routed after the first.
@@ -89,6 +112,16 @@ class EngineEnd:
         if self.asked_again_at is not None and now - self.asked_again_at < _AGAIN_SECONDS:
             return
         self.asked_again_at = now
-        self.events.write(m.Log("registering_again", warning=True))
-        if self.link is not None and self.registration is not None:
+        if self.link is not None and self.registration is not None and not self.leaving:
+            self.events.write(m.Log("registering_again", warning=True))
             self.link.send(replace(self.registration, weight_epoch=self.cache.epoch))
+
+    def _ask_to_drain(self, link: CoordinatorLink, messages: list[list[bytes]]) -> None:
+        if link.broken or _REGISTER_AGAIN in messages:  # no part of the fleet: no requests come
+            messages.append(_DRAIN_ACK)
+            return
+        now = time.monotonic()
+        asked_at = self._asked_to_drain_at
+        if asked_at is None or now - asked_at >= _AGAIN_SECONDS:
+            self._asked_to_drain_at = now
+            link.send(m.Drain())

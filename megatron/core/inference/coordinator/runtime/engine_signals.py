@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.inference.engines.dynamic_engine import EngineState
 
-from megatron.core.inference.coordinator.lifecycle import Signal
+from megatron.core.inference.coordinator.lifecycle import FleetState, Signal
 
 _TRANSIENT = frozenset(
     {
@@ -69,3 +69,23 @@ def apply_signal(engine: Any, signal: Signal) -> bool:
         getattr(engine, step.action)()
     engine.state = step.end
     return True
+
+
+_LADDER = {FleetState.RUNNING: 0, FleetState.PAUSED: 1, FleetState.SUSPENDED: 2}
+_RUNGS = {
+    EngineState.RUNNING: 0,
+    EngineState.UNPAUSING: 0,
+    EngineState.PAUSING: 1,
+    EngineState.PAUSED: 1,
+    EngineState.RESUMING: 1,
+    EngineState.SUSPENDING: 2,
+    EngineState.SUSPENDED: 2,
+}
+"""How far up each state is, or will be once the change that it stands for is through."""
+_UP, _DOWN = (Signal.PAUSE, Signal.SUSPEND), (Signal.UNPAUSE, Signal.RESUME)
+
+
+def signals_towards(state: EngineState, fleet: FleetState) -> tuple[Signal, ...]:
+    """The signals that an engine in some state must take to be what the fleet is."""
+    here, there = _RUNGS.get(state, 0), _LADDER[fleet]
+    return _UP[here:there] if here < there else _DOWN[there:here][::-1]

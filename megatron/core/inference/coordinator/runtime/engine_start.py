@@ -15,6 +15,8 @@ from megatron.core.inference.engines.async_zmq_communicator import AsyncZMQCommu
 from megatron.core.utils import get_asyncio_loop, get_pg_rank, get_pg_size, get_pg_src_rank
 
 from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.lifecycle import FleetState
+from megatron.core.inference.coordinator.runtime import keys
 from megatron.core.inference.coordinator.runtime.addresses import job_address
 from megatron.core.inference.coordinator.runtime.engine_cache import EngineCache
 from megatron.core.inference.coordinator.runtime.engine_end import EngineEnd
@@ -22,18 +24,23 @@ from megatron.core.inference.coordinator.runtime.group_channel import (
     GroupPublisher,
     GroupSubscriber,
 )
-from megatron.core.inference.coordinator.runtime.link import CoordinatorLink
+from megatron.core.inference.coordinator.runtime.link import GRACE_SECONDS, CoordinatorLink
 from megatron.core.inference.coordinator.runtime.process import (
     CoordinatorProcess,
     ProcessSettings,
 )
 from megatron.core.inference.coordinator.settings import (
     PROTOCOL_VERSION,
+    AccessSettings,
     CoordinatorSettings,
+    FleetSettings,
     RoutingSettings,
     SettingsError,
     flag,
 )
+
+RECONNECT_SECONDS = 300.0
+"""How long a coordinator of another job may be out of reach before an engine gives it up."""
 
 _REGISTER_SECONDS = 300.0
 """Until the last replica has registered; they come up together, but models load slowly."""
@@ -46,6 +53,7 @@ async def start_listening_to_data_parallel_coordinator(
     *,
     hostname: str | None = None,
     coordinator_schedule_output_path: str | None = None,
+    coordinator_address: str | None = None,
     loop: asyncio.AbstractEventLoop | None = None,
 ) -> str:
     """Start the coordinator where asked, register with it and begin the engine's loop.
@@ -59,6 +67,8 @@ async def start_listening_to_data_parallel_coordinator(
         hostname: Address that the other ranks can reach this machine at; see
             `addresses.job_address` for the default.
         coordinator_schedule_output_path: Where the coordinator writes its decisions at the end.
+        coordinator_address: A coordinator that is there already, e.g. of
+            `tools/run_coordinator.py`; then none is started.
         loop: Event loop to run the engine in.
 
     Returns:
@@ -76,28 +86,47 @@ async def start_listening_to_data_parallel_coordinator(
     self.is_mp_coordinator = get_pg_rank(groups.tp) == 0 and get_pg_rank(groups.pp) == 0
     self.is_dp_coordinator = self.is_mp_coordinator and get_pg_rank(groups.dp) == 0
 
-    address = None
-    if not launch_inference_coordinator:
+    address = coordinator_address
+    if address is None and not launch_inference_coordinator:
         address = f"tcp://{host}:{inference_coordinator_port}"
+    ring = None
+    if address is not None:
+        ring = keys.ring_to_join(address, access_settings())
     elif self.is_dp_coordinator:
         settings = _process_settings(
             self, host, inference_coordinator_port, coordinator_schedule_output_path
         )
-        end.process = CoordinatorProcess(settings, self.controller.tokenizer)
-        self.inference_coordinator_process = end.process.process
-        address = end.process.address
+        address, ring = _start_coordinator(self, end, settings)
     job = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'job')}-{uuid.uuid4().hex[:8]}"
-    address, job = _from_first((address, job), groups.dp)
-    address, job = _from_first((address, job), groups.mp)
+    for group in (groups.dp, groups.mp):
+        address, ring, job = _from_first((address, ring, job), group)
+    assert address is not None
+    if ring is not None:
+        keys.remember(address, ring)
 
     _join_group(self, end, host)
+    joined = (0, FleetState.RUNNING)
     if self.is_mp_coordinator:
-        _register(self, end, address, job)
+        grace = RECONNECT_SECONDS if coordinator_address else GRACE_SECONDS
+        credentials = None if ring is None else ring.credentials(keys.Role.ENGINE)
+        joined = _register(self, end, address, job, grace, credentials)
+    epoch, state = _from_first(joined, groups.mp)
+    end.cache.begin_epoch(self, epoch)
+    end.catch_up(self.state, state)
     _connect_barriers(self, host)
     self.engine_loop_task = get_asyncio_loop(loop).create_task(
         self.run_engine_with_coordinator(loop=loop)
     )
     return address
+
+
+def _start_coordinator(
+    engine: Any, end: EngineEnd, settings: ProcessSettings
+) -> tuple[str, keys.KeyRing | None]:
+    """Start the coordinator process; returns its address and the keys of its peers."""
+    end.process = CoordinatorProcess(settings, engine.controller.tokenizer)
+    engine.inference_coordinator_process = end.process.process
+    return end.process.address, None if settings.lock is None else settings.lock.ring
 
 
 def _cache_of(engine: Any) -> EngineCache:
@@ -116,6 +145,7 @@ def _process_settings(
     context = engine.context
     core = CoordinatorSettings(
         routing=routing_settings(),
+        fleet=fleet_settings(),
         expected_ranks=get_pg_size(engine.pg_collection.dp),
         prefix_caching=context.enable_prefix_caching,
         block_size_tokens=context.block_size_tokens,
@@ -124,7 +154,8 @@ def _process_settings(
         deterministic=torch.are_deterministic_algorithms_enabled(),
         trace=schedule_path is not None,
     )
-    return ProcessSettings(core, host, port or 0, schedule_path)
+    lock = keys.make_lock(access_settings())
+    return ProcessSettings(core, host, port or 0, schedule_path, lock=lock)
 
 
 _chosen_settings: RoutingSettings | None = None
@@ -138,14 +169,26 @@ def choose_settings(settings: RoutingSettings | None) -> None:
 
 def routing_settings() -> RoutingSettings:
     """The settings chosen in code, else Megatron's parsed arguments, else our defaults."""
-    if _chosen_settings is not None:
-        return _chosen_settings
+    return _chosen_settings or RoutingSettings.from_mapping(_parsed_arguments())
+
+
+def fleet_settings() -> FleetSettings:
+    """What Megatron's parsed arguments say, else our defaults."""
+    return FleetSettings.from_mapping(_parsed_arguments())
+
+
+def access_settings() -> AccessSettings:
+    """What Megatron's parsed arguments say, else our defaults."""
+    return AccessSettings.from_mapping(_parsed_arguments())
+
+
+def _parsed_arguments() -> dict[str, Any]:
     try:
         from megatron.training.global_vars import get_args
 
-        return RoutingSettings.from_mapping(vars(get_args()))
+        return vars(get_args())
     except (ImportError, AssertionError):  # no megatron.training, or no arguments were parsed
-        return RoutingSettings()
+        return {}
 
 
 def _from_first(value: tuple, group: Any) -> tuple:
@@ -171,14 +214,20 @@ def _join_group(engine: Any, end: EngineEnd, host: str) -> None:
         engine.zmq_sockets.append(end.subscriber.socket)
 
 
-def _register(engine: Any, end: EngineEnd, address: str, job: str) -> None:
+def _register(
+    engine: Any,
+    end: EngineEnd,
+    address: str,
+    job: str,
+    grace: float,
+    credentials: keys.Credentials | None,
+) -> tuple[int, FleetState]:
+    """Register; returns the fleet's weight epoch and state."""
     context, dp_rank = engine.context, get_pg_rank(engine.pg_collection.dp)
     check = end.process.check if end.process is not None else lambda: None
     end.link = CoordinatorLink(
-        engine.zmq_context, address, f"engine-{job}-{dp_rank}".encode(), check
+        engine.zmq_context, address, f"engine-{job}-{dp_rank}".encode(), check, grace, credentials
     )
-    engine.socket_for_receiving_requests = end.link.socket
-    engine.zmq_sockets.append(end.link.socket)
     end.registration = m.Register(
         version=PROTOCOL_VERSION,
         replica=job,
@@ -190,7 +239,7 @@ def _register(engine: Any, end: EngineEnd, address: str, job: str) -> None:
         eviction=context.prefix_caching_eviction_policy.value,
     )
     acknowledgement = end.link.register(end.registration, _REGISTER_SECONDS)
-    end.cache.begin_epoch(engine, acknowledgement.weight_epoch)
+    return acknowledgement.weight_epoch, acknowledgement.state
 
 
 def _connect_barriers(engine: Any, host: str) -> None:

@@ -6,15 +6,17 @@ and asserts on input that it cannot run. Here one drain is handled strictly in o
 cannot be run is answered with an error.
 """
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
+from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine, EngineState
 from megatron.core.inference.inference_request import Status
 
 from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.lifecycle import Signal
 from megatron.core.inference.coordinator.runtime import admission, released, text, wire
 from megatron.core.inference.coordinator.runtime.engine_end import EngineEnd
 from megatron.core.inference.coordinator.runtime.engine_signals import apply_signal, is_due
@@ -58,6 +60,8 @@ def schedule_requests(self: Any) -> int:
         end.inbox.popleft()
         _handle(self, end, message)
     end.tell_events()
+    if end.drained and not self.requests:
+        _leave(self, end)
     return len(drained)
 
 
@@ -71,15 +75,48 @@ def _handle(engine: Any, end: EngineEnd, message: m.FromCoordinator) -> None:
             if end.link is not None:
                 end.link.send(m.Pong(number))
         case m.RegisterAgain():
-            # The coordinator lost us for a moment. What it gave us before is not ours any more:
-            # its answers will be dropped there.
             end.register_again()
-        case m.RegisterAck(weight_epoch=weight_epoch):
+            if not end.forsaken:
+                end.forsaken = True
+                _drop_requests(engine, end)
+        case m.RegisterAck(weight_epoch=weight_epoch, state=state):
             end.asked_again_at = None
+            end.forsaken = False
             end.cache.begin_epoch(engine, weight_epoch)
             end.cache.resync()
+            end.catch_up(engine.state, state)
+        case m.DrainAck():
+            end.drained = True
         case m.Resync():
             end.cache.resync()
+
+
+def _drop_requests(engine: Any, end: EngineEnd) -> None:
+    """The coordinator gave this engine up, and its requests to others: do not compute them twice.
+
+    The released engine has no other way to do so than a reset, which empties its cache as well,
+    and which it cannot do while its memory is given back: then they are computed for nobody.
+    """
+    if engine.requests and engine.state not in (EngineState.SUSPENDING, EngineState.SUSPENDED):
+        fields = {"requests": len(engine.requests)}
+        end.events.write(m.Log("requests_dropped", fields, warning=True))
+        reset(engine)
+
+
+def _leave(engine: Any, end: EngineEnd) -> None:
+    """End the engine's loop: no request is left and none will come.
+
+    All ranks of a model-parallel group are here at the same step. Those of an expert-parallel group
+    compute together as long as one of them has a request, so they agree first, as for a pause.
+
+    Raises:
+        CancelledError: The loop ends.
+    """
+    if engine.ep_world_size == 1:
+        raise asyncio.CancelledError
+    if not end.stopping:
+        end.stopping = True
+        end.inbox.extend([m.Control(Signal.PAUSE), m.Control(Signal.STOP)])
 
 
 def _take_request(engine: Any, end: EngineEnd, message: m.EngineRequest) -> None:
@@ -264,9 +301,10 @@ def reset(self: Any) -> None:
     for request_id in list(self.requests):
         end.cache.leave(request_id)
         end.wants_text.discard(request_id)
-        reply = released.failed_reply("the engine was reset", request_id=request_id)
-        body = wire.pack(reply)
-        end.reply([m.Answer(request_id, Status.FAILED.name, 0, end.cache.epoch, body)])
+        if not end.forsaken:  # else somebody else has it
+            reply = released.failed_reply("the engine was reset", request_id=request_id)
+            body = wire.pack(reply)
+            end.reply([m.Answer(request_id, Status.FAILED.name, 0, end.cache.epoch, body)])
         self.requests[request_id].future.cancel()
     _released_reset(self)
     vars(self).update(kept)
@@ -274,8 +312,10 @@ def reset(self: Any) -> None:
 
 
 async def shutdown(self: Any) -> None:
-    """The released shutdown, after our own sockets have been let go."""
+    """The released shutdown, after our own good-bye."""
     end: EngineEnd | None = getattr(self, "_prefix_routing", None)
     if end is not None and end.link is not None:
+        if not end.link.socket.closed:
+            end.link.send(m.Disconnect())
         end.link.close()
     await _released_shutdown(self)

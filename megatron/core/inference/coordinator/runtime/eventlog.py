@@ -32,10 +32,10 @@ class EventLog:
     def write(self, log: Log) -> None:
         """Count an event, and say it unless it was said often enough."""
         self.counts[log.event] += 1
+        if log.peer is not None and self._heard(log.event, log.peer):
+            return
         fields = dict(log.fields)
         if log.peer is not None:
-            if self._heard(log.event, log.peer):
-                return
             self._tellers[log.event] += 1
             tellers = self._tellers[log.event]
             if tellers > _SAID_IN_FULL and tellers & (tellers - 1):

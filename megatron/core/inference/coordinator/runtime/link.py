@@ -1,4 +1,4 @@
-"""An engine's link to the coordinator: registration, draining, and noticing that it is gone."""
+"""An engine's link to the coordinator: registration, and noticing that the coordinator is gone."""
 
 import logging
 import time
@@ -7,37 +7,60 @@ from collections.abc import Callable
 import zmq
 
 from megatron.core.inference.coordinator import messages as m
-from megatron.core.inference.coordinator.runtime import sockets, wire
+from megatron.core.inference.coordinator.runtime import wire
+from megatron.core.inference.coordinator.runtime.connection import Change, Connection
+from megatron.core.inference.coordinator.runtime.keys import Credentials
 from megatron.core.inference.coordinator.runtime.process import CoordinatorDied
 
 logger = logging.getLogger(__name__)
 
-_GRACE_SECONDS = 1.0
-"""How long a broken connection may take to come back before the coordinator counts as dead."""
+GRACE_SECONDS = 1.0
+"""How long a broken connection to a coordinator of the same job may take to come back."""
+
+_PATIENCE_SECONDS = 30.0
+"""How long it may take at least where something listens: a busy machine, or a debugger."""
+
+_FAILURES_TOLD = 20
+"""Handshakes that fail in a row, about 10 a second, before it is said what may be wrong."""
+
+_LINGER_MS = 500
+"""How long the last messages, e.g. an answer and the good-bye, may take to leave this machine."""
 
 
 class CoordinatorLink:
-    """The DEALER socket of one engine.
+    """The connection of one engine.
 
     Args:
-        context: Where the socket lives.
+        context: Where the sockets live.
         address: The coordinator's.
-        identity: Unique among all peers.
+        name: Unique among all peers; the identities begin with it.
         check_process: Raises when the coordinator is a process of ours and has died.
+        grace: Seconds that a broken connection may take to come back before the coordinator counts
+            as dead.
+        credentials: Its keys; None where the coordinator speaks in plain.
     """
 
     def __init__(
         self,
         context: zmq.Context,
         address: str,
-        identity: bytes,
+        name: bytes,
         check_process: Callable[[], None] = lambda: None,
+        grace: float = GRACE_SECONDS,
+        credentials: Credentials | None = None,
     ):
         self.address = address
+        self._plain = credentials is None
+        self._connection = Connection(context, address, name, lambda: credentials)
+        self._grace = self._patience = grace
         self._check_process = check_process
-        self.socket = sockets.dealer(context, address, identity)
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+        self._failures = 0
         self._broken_since: float | None = None
+
+    @property
+    def socket(self) -> zmq.Socket:
+        """The socket of the present connection."""
+        return self._connection.socket
 
     def register(self, register: m.Register, timeout: float) -> m.RegisterAck:
         """Offer the engine and wait until it is taken.
@@ -48,7 +71,8 @@ class CoordinatorLink:
         self.send(register)
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
-            self.check()
+            if self.check():  # it may have been on its way
+                self.send(register)
             if self.socket.poll(200):
                 message = wire.decode_from_coordinator(self.socket.recv_multipart())
                 if isinstance(message, m.RegisterAck):
@@ -57,7 +81,8 @@ class CoordinatorLink:
                     raise CoordinatorDied(f"the coordinator refused this engine: {message.text}")
         raise CoordinatorDied(
             f"the coordinator at {self.address} did not take this engine's registration "
-            f"within {timeout:g} s; are all replicas running the same version?"
+            f"within {timeout:g} s; is it running, is this its address, are these its keys, and "
+            "are all replicas running the same version?"
         )
 
     def drain(self) -> list[list[bytes]]:
@@ -73,23 +98,54 @@ class CoordinatorLink:
         """Send a message."""
         self.socket.send_multipart(wire.encode(message))
 
-    def check(self) -> None:
-        """Do nothing while the coordinator is there.
+    def check(self) -> bool:
+        """Look after the connection; one that broke is replaced.
+
+        Returns:
+            Whether it broke, so that the engine has to be registered anew.
 
         Raises:
-            CoordinatorDied: Its process ended, or its connection broke and stays so.
+            CoordinatorDied: The coordinator's process ended, its connection broke and stays so, or
+                it does not let this engine in.
         """
         self._check_process()
-        while self._monitor.poll(0):
-            event = int.from_bytes(self._monitor.recv_multipart()[0][:2], "little")
-            broken = event == zmq.EVENT_DISCONNECTED
-            self._broken_since = time.monotonic() if broken else None
+        broke = False
+        for change in self._connection.changes():
+            broke |= change is Change.BROKE
+            self._heed(change)
         broken_since = self._broken_since
-        if broken_since is not None and time.monotonic() - broken_since > _GRACE_SECONDS:
+        if broken_since is not None and time.monotonic() - broken_since > self._patience:
             raise CoordinatorDied(f"the connection to the coordinator at {self.address} broke")
+        return broke
+
+    def _heed(self, change: Change) -> None:
+        match change:
+            case Change.REACHED:
+                self._patience = max(self._grace, _PATIENCE_SECONDS)
+            case Change.MET:
+                self._failures, self._broken_since = 0, None
+            case Change.BROKE:
+                self._patience, self._broken_since = self._grace, time.monotonic()
+            case Change.FAILED:
+                self._failures += 1
+                if self._failures == _FAILURES_TOLD:
+                    logger.warning(
+                        "handshakes_fail address=%s; does a coordinator listen there, and is the "
+                        "key file the one that it wrote?",
+                        self.address,
+                    )
+            case Change.REFUSED:
+                how = "with keys" if self._plain else "with other keys, or in plain"
+                raise CoordinatorDied(
+                    f"the coordinator at {self.address} does not take this engine; does it speak "
+                    f"{how}, or is something else there?"
+                )
+
+    @property
+    def broken(self) -> bool:
+        """Whether the connection has broken and is not back yet, as far as `check` has seen."""
+        return self._broken_since is not None
 
     def close(self) -> None:
-        """Stop watching the connection; the socket itself belongs to the engine."""
-        if not self._monitor.closed:
-            self.socket.disable_monitor()
-            self._monitor.close(linger=0)
+        """Close the connection once the last messages have left. Calling it again does nothing."""
+        self._connection.close(_LINGER_MS)

@@ -14,7 +14,9 @@ import zmq
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.core import Coordinator
 from megatron.core.inference.coordinator.runtime import wire
+from megatron.core.inference.coordinator.runtime.codec import Codec
 from megatron.core.inference.coordinator.runtime.eventlog import EventLog
+from megatron.core.inference.coordinator.runtime.sockets import Mailbox
 from megatron.core.inference.coordinator.runtime.text import generated_text
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ class CoordinatorLoop:
             where neither occurs.
         stop_when_readable: A file descriptor that ends the loop when it becomes readable, e.g.
             the parent process's sentinel.
+        each_tick: Called about once a second, between two messages.
+        rights_of: See `sockets.Mailbox`.
     """
 
     def __init__(
@@ -41,12 +45,17 @@ class CoordinatorLoop:
         router: zmq.Socket,
         tokenizer: Any = None,
         stop_when_readable: int | None = None,
+        each_tick: Callable[[], None] = lambda: None,
+        rights_of: Callable[[zmq.Frame], m.Right] = lambda frame: m.Right.ALL,
     ):
         self.core = core
         self.events = EventLog(logger)
         self.traces: list[m.Trace] = []
         self._router = router
-        self._codec = wire.Codec(lambda body: self._with_text(tokenizer, body))
+        self._mailbox = Mailbox(router, rights_of)
+        self._codec = Codec(lambda body: self._with_text(tokenizer, body))
+        self._unreached: dict[bytes, list[int]] = {}  # peers, and requests meant for them
+        self._each_tick = each_tick
         self._stopped = False
         self._next_tick = 0.0
         self._poller = zmq.Poller()
@@ -67,14 +76,18 @@ class CoordinatorLoop:
     def run(self) -> None:
         """Receive and decide until stopped."""
         while not self._stopped:
-            ready = dict(self._poller.poll(_TICK_MS))
+            sweeps = self.core.backlog
+            ready = dict(self._poller.poll(0 if sweeps else _TICK_MS))
             if self._stop_fds & ready.keys():
                 return
             if self._router in ready:
                 self._receive()
+            elif sweeps:
+                self._handle(m.Incoming(b"", m.Sweep()))
             if time.monotonic() >= self._next_tick:
                 self._next_tick = time.monotonic() + _TICK_MS / 1000
                 self._handle(m.Incoming(b"", m.Tick()))
+                self._each_tick()
 
     def stop(self) -> None:
         """End `run` after the message at hand. Safe in a signal handler."""
@@ -93,37 +106,33 @@ class CoordinatorLoop:
 
     def _receive(self) -> None:
         for _ in range(_MESSAGES_PER_POLL):
-            try:
-                peer, *frames = self._router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            received = self._mailbox.receive()
+            if received is None:
                 return
-            self._handle(m.Incoming(peer, self._codec.decode(peer, frames)))
+            peer, frames, rights = received
+            self._handle(m.Incoming(peer, self._codec.decode(peer, frames), rights))
             if self._stopped:
                 return
 
     def _handle(self, incoming: m.Incoming) -> None:
-        self._unreached: dict[bytes, list[int]] = {}
-        for effect in self.core.handle(incoming, time.monotonic()):
-            self._performers[type(effect)](effect)
+        self._perform(self.core.handle(incoming, time.monotonic()))
         while self._unreached:  # what the core does about them may fail to reach others
             peer, requests = self._unreached.popitem()
-            lost = m.PeerLost(tuple(requests))
             self._codec.forget(peer)
-            for effect in self.core.handle(m.Incoming(peer, lost), time.monotonic()):
-                self._performers[type(effect)](effect)
+            lost = m.Incoming(peer, m.PeerLost(tuple(requests)))
+            self._perform(self.core.handle(lost, time.monotonic()))
+
+    def _perform(self, effects: list[m.Effect]) -> None:
+        for effect in effects:
+            self._performers[type(effect)](effect)
 
     def _send(self, effect: m.Send) -> None:
         frames = self._codec.encode(effect.peer, effect.message)
-        if frames is None:
+        if frames is None or self._mailbox.send(effect.peer, frames):
             return
-        try:
-            self._router.send_multipart([effect.peer, *frames], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
-            requests = self._unreached.setdefault(effect.peer, [])
-            if isinstance(effect.message, m.EngineRequest):
-                requests.append(effect.message.request_id)
+        requests = self._unreached.setdefault(effect.peer, [])
+        if isinstance(effect.message, m.EngineRequest):
+            requests.append(effect.message.request_id)
 
     def _with_text(self, tokenizer: Any, body: bytes) -> bytes:
         """A packed reply with the text of its tokens; as it is where that cannot be made."""

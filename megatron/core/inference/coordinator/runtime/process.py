@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 import zmq
 
 from megatron.core.inference.coordinator.core import Coordinator
-from megatron.core.inference.coordinator.runtime import sockets
+from megatron.core.inference.coordinator.runtime import garbage, sockets
 from megatron.core.inference.coordinator.runtime.eventlog import render
 from megatron.core.inference.coordinator.runtime.fork_server import sigint_held, warm_up
+from megatron.core.inference.coordinator.runtime.keys import Guard, Lock
 from megatron.core.inference.coordinator.runtime.loop import CoordinatorLoop, write_schedule
 from megatron.core.inference.coordinator.settings import CoordinatorSettings
 
@@ -43,6 +45,7 @@ class ProcessSettings:
         port: Port to bind; 0 lets the system choose.
         schedule_path: Where to write every decision at the end, or None.
         log_level: Level of its log, which goes to standard error.
+        lock: The keys of its peers; None lets everybody talk to it, in plain.
     """
 
     coordinator: CoordinatorSettings = field(default_factory=CoordinatorSettings)
@@ -50,6 +53,7 @@ class ProcessSettings:
     port: int = 0
     schedule_path: str | None = None
     log_level: int = logging.INFO
+    lock: Lock | None = None
 
 
 def bind(router: zmq.Socket, host: str, port: int) -> str:
@@ -90,7 +94,7 @@ def run(settings: ProcessSettings, tokenizer: Any, pipe: Connection | None) -> N
         level=settings.log_level, format="%(asctime)s coordinator %(levelname)s %(message)s"
     )
     try:
-        _serve(settings, tokenizer, pipe)
+        serve(settings, tokenizer, lambda address: _tell(pipe, address))
     except BaseException as error:
         if pipe is not None:
             pipe.send((_DIED, f"{type(error).__name__}: {error}"))
@@ -99,28 +103,73 @@ def run(settings: ProcessSettings, tokenizer: Any, pipe: Connection | None) -> N
         raise SystemExit(1) from None
 
 
-def _serve(settings: ProcessSettings, tokenizer: Any, pipe: Connection | None) -> None:
+def _tell(pipe: Connection | None, address: str) -> None:
+    if pipe is not None:
+        pipe.send((_LISTENING, address))
+
+
+def serve(
+    settings: ProcessSettings,
+    tokenizer: Any = None,
+    listening: Callable[[str], None] = lambda address: None,
+    signals: Sequence[int] = (signal.SIGTERM,),
+) -> None:
+    """Coordinate, in this process's main thread, until told to stop or the parent is gone.
+
+    Args:
+        settings: What it is started with.
+        tokenizer: See `CoordinatorLoop`.
+        listening: Called with the address once it listens.
+        signals: Signals that stop it.
+
+    Raises:
+        OSError: See `bind`.
+    """
     context = zmq.Context()
-    router = sockets.router(context)
+    router = sockets.router(context, settings.coordinator.fleet.max_frame_bytes)
+    guard = None
+    if settings.lock is not None:
+        guard = settings.lock.guard(context)
+        settings.lock.apply(router)
     try:
         address = bind(router, settings.host, settings.port)
-        parent = multiprocessing.parent_process()
-        core = Coordinator(settings.coordinator)
-        loop = CoordinatorLoop(core, router, tokenizer, parent.sentinel if parent else None)
-        loop.stop_at(signal.SIGTERM)
+        loop = _make_loop(settings, router, tokenizer, guard)
+        for number in signals:
+            loop.stop_at(number)
         logger.info("%s", render("listening", {"address": address} | _policy(settings)))
-        if pipe is not None:
-            pipe.send((_LISTENING, address))
+        listening(address)
+        garbage.spare_the_old()
         loop.run()
-        for number, accuracy in sorted(core.fleet.router.accuracy.items()):
-            fields = {"rank": number, **accuracy.fields()}
-            logger.info("%s", render("prediction_accuracy", fields))
-        logger.info("%s", render("stopped", loop.events.summary()))
-        if settings.schedule_path is not None:
-            write_schedule(settings.schedule_path, loop)
+        _report(settings, loop)
     finally:
         router.close(linger=200)  # a last message to engines may still be on its way
+        if guard is not None:
+            guard.stop()
         context.term()
+
+
+def _make_loop(
+    settings: ProcessSettings, router: zmq.Socket, tokenizer: Any, guard: Guard | None
+) -> CoordinatorLoop:
+    parent = multiprocessing.parent_process()
+    rights = {} if guard is None else {"rights_of": guard.rights}
+    return CoordinatorLoop(
+        Coordinator(settings.coordinator),
+        router,
+        tokenizer,
+        parent.sentinel if parent else None,
+        each_tick=garbage.freeze,
+        **rights,
+    )
+
+
+def _report(settings: ProcessSettings, loop: CoordinatorLoop) -> None:
+    for number, accuracy in sorted(loop.core.fleet.router.accuracy.items()):
+        fields = {"rank": number, **accuracy.fields()}
+        logger.info("%s", render("prediction_accuracy", fields))
+    logger.info("%s", render("stopped", loop.events.summary()))
+    if settings.schedule_path is not None:
+        write_schedule(settings.schedule_path, loop)
 
 
 def _policy(settings: ProcessSettings) -> dict[str, Any]:

@@ -4,7 +4,6 @@ Requests and replies are cut out of such a frame, and put into one, without bein
 values stand beside each other, so an array is its header followed by its items as they are.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgpack
@@ -13,8 +12,16 @@ from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.lifecycle import EPOCH_SIGNALS
 from megatron.core.inference.coordinator.messages import Header
 
-_ARRAY_OF = (b"\x90", b"\x91", b"\x92", b"\x93", b"\x94")
-"""msgpack's header of an array of 0 to 4 items."""
+
+def _beginning(items: int, header: Header) -> bytes:
+    """An array of some items, at most 15, of which the first is a header number, at most 127."""
+    return bytes((0x90 + items, header))
+
+
+_CONNECT = _beginning(1, Header.CONNECT)
+_SUBMIT_REQUEST = _beginning(4, Header.SUBMIT_REQUEST)
+_REPLIES = _beginning(2, Header.ENGINE_REPLY)
+_REPLY = _beginning(3, Header.ENGINE_REPLY)
 
 DETOKENIZE = "detokenize"
 """Extra sampling parameter: the engine end is to put `generated_text` into the reply."""
@@ -30,23 +37,20 @@ class BodyWithoutText(bytes):
     __slots__ = ()
 
 
-def decode(frames: Sequence[bytes]) -> m.ToCoordinator | None:
-    """The message in a released peer's frame, or None if this is no such frame.
+def decode(frame: bytes) -> m.ToCoordinator | None:
+    """The message in the one frame of a released peer, or None if this is no such frame.
 
     Raises:
         ReleasedError: It is one, and broken.
     """
-    if len(frames) != 1:
-        return None
-    frame = frames[0]
     if not frame:
         return m.Register(version=None)
-    if frame == _ARRAY_OF[1] + bytes([Header.CONNECT]):
+    if frame == _CONNECT:
         return m.Connect(version=None)
     try:
-        if frame.startswith(_ARRAY_OF[4] + bytes([Header.SUBMIT_REQUEST])):
+        if frame.startswith(_SUBMIT_REQUEST):
             return _split_submit(frame)
-        if frame.startswith(_ARRAY_OF[2] + bytes([Header.ENGINE_REPLY])) and _holds_maps(frame):
+        if frame.startswith(_REPLIES) and _holds_maps(frame):
             return _split_replies(frame)
     except ReleasedError:
         raise
@@ -55,7 +59,7 @@ def decode(frames: Sequence[bytes]) -> m.ToCoordinator | None:
     return None
 
 
-def encode(message: m.FromCoordinator) -> list[bytes] | None:
+def encode(message: m.FromCoordinator) -> list[m.Body] | None:
     """The frame of a message for a released peer, or None if it has no word for it."""
     match message:
         case m.ConnectAck():
@@ -64,8 +68,8 @@ def encode(message: m.FromCoordinator) -> list[bytes] | None:
             # Ours end with the weight epoch, which a released engine does not know.
             return [_pack([int(signal), *(args[:-1] if signal in EPOCH_SIGNALS else args)])]
         case m.EngineRequest():
-            head = _ARRAY_OF[4] + bytes([Header.SUBMIT_REQUEST]) + _pack(message.request_id)
-            return [head + message.prompt + message.sampling]
+            head = _SUBMIT_REQUEST + _pack(message.request_id)
+            return [b"".join((head, message.prompt, message.sampling))]
         case m.Reply():
             return [_reply(message.client_request_id, message.body)]
         case m.RequestError():
@@ -174,8 +178,8 @@ def _split_reply(unpacker: msgpack.Unpacker, frame: bytes) -> m.Answer:
     return m.Answer(found["request_id"], str(found["status"]), -1, -1, body)
 
 
-def _reply(client_request_id: Any, body: bytes) -> bytes:
-    return _ARRAY_OF[3] + bytes([Header.ENGINE_REPLY]) + _pack(client_request_id) + body
+def _reply(client_request_id: Any, body: m.Body) -> bytes:
+    return b"".join((_REPLY, _pack(client_request_id), body))
 
 
 def _reader(data: bytes) -> msgpack.Unpacker:

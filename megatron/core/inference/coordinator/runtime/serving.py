@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,12 @@ import torch
 
 from megatron.core.inference.coordinator.runtime import fork_server, http
 from megatron.core.inference.coordinator.runtime.addresses import job_address
+from megatron.core.inference.coordinator.runtime.http import access
+from megatron.core.inference.coordinator.runtime.http.limits import HttpSettings
 from megatron.core.inference.coordinator.settings import RoutingSettings, unused_options
+
+_AFTERWARDS_SECONDS = 3.5
+"""To end what is left after the time for requests is over."""
 
 
 @dataclass(slots=True)
@@ -36,7 +42,14 @@ class Setup:
     @property
     def hosts_front_ends(self) -> bool:
         """Whether this rank serves HTTP."""
-        return self.rank == 0 or self.args.frontend_on_all_ranks
+        asked_for = self.args.frontend_replicas != 0
+        return asked_for and (self.rank == 0 or self.args.frontend_on_all_ranks)
+
+    @property
+    def joins(self) -> str | None:
+        """Address of a coordinator that runs already; None if the job has one of its own."""
+        address: str | None = self.args.inference_coordinator_address
+        return address
 
     @property
     def replicas(self) -> str:
@@ -59,12 +72,13 @@ class Server:
     def __init__(self, setup: Setup):
         self._setup = setup
         self._stopping = asyncio.Event()
+        self._leaving = False
 
-    async def serve(self, on_stop: Callable[[Callable[[], None]], None]) -> None:
+    async def serve(self, on_stop: Callable[..., None]) -> None:
         """Serve until a signal comes or the engine ends.
 
         Args:
-            on_stop: Registers what a signal calls.
+            on_stop: Registers what a signal calls (`stop_signal.StopSignal.on_stop`).
 
         Raises:
             Exception: Whatever ended the engine, e.g. that the coordinator died.
@@ -73,18 +87,27 @@ class Server:
         on_stop(lambda: self._begin_to_stop(loop))
         try:
             await self.startup()
+            if self._setup.joins is not None:
+                seconds = self._setup.args.inference_coordinator_drain_seconds
+                on_stop(lambda: self._begin_to_leave(loop), seconds + _AFTERWARDS_SECONDS, 0)
             await self.main_loop()
+            if self._leaving:
+                await self.leave()
         finally:
             await self.shutdown()
 
     async def startup(self) -> None:
         """Coordinator, registration, front ends; then tell where they are."""
         setup, args = self._setup, self._setup.args
-        setup.say(f"waiting for the coordinator, and for {setup.replicas} to register")
+        options = {"hostname": args.inference_coordinator_host}
+        if setup.joins is not None:
+            setup.say(f"joining the coordinator at {setup.joins}")
+            options["coordinator_address"] = setup.joins
+        else:
+            setup.say(f"waiting for the coordinator, and for {setup.replicas} to register")
+            options["coordinator_schedule_output_path"] = args.coordinator_schedule_output
         address = await setup.engine.start_listening_to_data_parallel_coordinator(
-            args.inference_coordinator_port,
-            hostname=args.inference_coordinator_host,
-            coordinator_schedule_output_path=args.coordinator_schedule_output,
+            args.inference_coordinator_port, **options
         )
         url, failure = await asyncio.to_thread(self._try_to_start_front_ends, address)
         urls = await asyncio.to_thread(_gather, url, failure)
@@ -100,6 +123,22 @@ class Server:
         if engine.done() and not engine.cancelled():
             engine.result()
 
+    async def leave(self) -> None:
+        """Nothing new: what engine and front ends have is answered, as far as the time goes.
+
+        The engine's loop ends by itself, on all ranks of a model-parallel group at the same step.
+        """
+        setup, seconds = self._setup, self._setup.args.inference_coordinator_drain_seconds
+        setup.say(f"leaving: no new requests, and up to {seconds:g} s for those at hand")
+        engine = setup.engine
+        front_ends = asyncio.to_thread(http.drain_text_gen_server, seconds)
+        await asyncio.wait(
+            {asyncio.create_task(front_ends), engine.engine_loop_task}, timeout=seconds
+        )
+        if not engine.engine_loop_task.done():
+            count = _count(len(engine.requests), "request")
+            setup.say(f"{count} not answered in time: the coordinator gives them to others")
+
     async def shutdown(self) -> None:
         """Front ends first, so that nothing new comes; then the engine, then the coordinator."""
         self._setup.say("stopping")
@@ -114,10 +153,23 @@ class Server:
             await asyncio.to_thread(end.process.stop)
         fork_server.end()
 
+    def _begin_to_leave(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._leaving = True
+        self._setup.engine._prefix_routing.leaving = True
+        # This loop stands still while a rank waits for its group's first rank, which may be gone.
+        seconds = self._setup.args.inference_coordinator_drain_seconds
+        limit = threading.Timer(seconds, self._begin_to_stop, (loop,))
+        limit.daemon = True
+        limit.start()
+        self._wake(loop)
+
     def _begin_to_stop(self, loop: asyncio.AbstractEventLoop) -> None:
         end = getattr(self._setup.engine, "_prefix_routing", None)
         if end is not None:
             end.ending = True
+        self._wake(loop)
+
+    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended already
             loop.call_soon_threadsafe(self._stopping.set)
 
@@ -147,6 +199,8 @@ class Server:
             hostname=args.host,
             model_name=args.model_name,
             vocab_size=setup.engine.controller.vocab_size,
+            api_keys=access.keys_from_args(args),
+            limits=HttpSettings.from_mapping(vars(args)),
         )
         if args.host in ("0.0.0.0", "::"):  # all interfaces: name the one that others can reach
             reachable = args.inference_coordinator_host or job_address()
@@ -158,21 +212,28 @@ class Server:
         caching = setup.args.inference_dynamic_batching_enable_prefix_caching
         policy = routing.coordinator_policy.value if caching else "load_balanced"
         weighed = f" weighed by {routing.cost_policy.value}" if policy != "load_balanced" else ""
-        setup.say(f"ready: {setup.replicas}, {policy}{weighed}")
-        for note in unused_options(routing):
+        how = f"{policy}{weighed}" if setup.joins is None else f"part of {setup.joins}"
+        setup.say(f"ready: {setup.replicas}, {how}")
+        unused = unused_options(routing) if setup.joins is None else []
+        for note in [*unused, *(access.notes(setup.args) if urls else [])]:
             setup.say(f"note: {note}")
         for url in urls:
             setup.say(f"serving at {url}/v1")
-        setup.say("try:")
-        body = json.dumps({"model": setup.args.model_name, "prompt": "Hello", "max_tokens": 16})
-        print(
-            f"  curl {urls[0]}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
-            flush=True,
-        )
+        if urls:
+            self._show_a_request(urls[0])
         if setup.args.url_file is not None:
             partial = setup.args.url_file.with_suffix(".partial")
             partial.write_text(json.dumps({"urls": urls}) + "\n")
             partial.replace(setup.args.url_file)
+
+    def _show_a_request(self, url: str) -> None:
+        setup = self._setup
+        setup.say("try:")
+        body = json.dumps({"model": setup.args.model_name, "prompt": "Hello", "max_tokens": 16})
+        headers = "-H 'Content-Type: application/json'"
+        if len(access.keys_from_args(setup.args)):
+            headers += ' -H "Authorization: Bearer $KEY"'
+        print(f"  curl {url}/v1/completions {headers} -d '{body}'", flush=True)
 
 
 def _count(number: int, noun: str) -> str:

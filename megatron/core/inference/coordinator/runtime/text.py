@@ -1,10 +1,9 @@
-"""Text to tokens and back, exactly as megatron-core's engine does it."""
+"""Text to tokens and back, exactly as megatron-core's engine does it.
+
+What does it is imported where it is needed: a coordinator without a tokenizer never needs it.
+"""
 
 from typing import Any
-
-from megatron.core.inference.text_generation_controllers.text_generation_controller import (
-    TextGenerationController,
-)
 
 
 def tokenize(tokenizer: Any, prompt: str, add_bos: bool) -> list[int]:
@@ -15,7 +14,7 @@ def tokenize(tokenizer: Any, prompt: str, add_bos: bool) -> list[int]:
         prompt: The text.
         add_bos: Whether the sampling parameters ask for a BOS token.
     """
-    tokens: list[int] = TextGenerationController.tokenize_prompt(tokenizer, prompt, add_bos)
+    tokens: list[int] = _controller().tokenize_prompt(tokenizer, prompt, add_bos)
     return tokens
 
 
@@ -28,7 +27,13 @@ def generated_text(tokenizer: Any, reply: dict[str, Any]) -> str:
     """
     sampling = reply.get("sampling_params") or {}
     keep_stop = bool(sampling.get("detokenize_stop_sequence", False))
-    text: str = TextGenerationController.detokenize(
+    text: str = _controller().detokenize(
         tokenizer, reply.get("generated_tokens") or [], remove_EOD=not keep_stop
     )
     return text
+
+
+def _controller() -> Any:
+    from megatron.core.inference.text_generation_controllers import text_generation_controller
+
+    return text_generation_controller.TextGenerationController

@@ -2,19 +2,23 @@
 
 A message is `[metadata, *bodies]`. Metadata is one msgpack array whose first item is the header
 number; its size does not depend on the prompt. Bodies are passed on untouched. What released
-megatron-core peers say instead is in `released.py`; `Codec` tells the two apart.
+megatron-core peers say instead is in `released.py`; `codec.py` tells the two apart.
+
+Two tables lead from headers to functions that decode, one from message classes to functions that
+encode. A message is checked in two steps: whether all is well takes one look at the types of its
+items; only where it is not, they are gone through for what is wrong.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import product
+from typing import Any, get_args
 
 import msgpack
 
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.lifecycle import EPOCH_SIGNALS, FleetState, Signal
 from megatron.core.inference.coordinator.messages import Header
-from megatron.core.inference.coordinator.runtime import released
 
 _LARGEST_METADATA = 1 << 20
 """Bytes of metadata that are looked at; only a batch of replies comes near (20 bytes a reply)."""
@@ -22,46 +26,14 @@ _LARGEST_METADATA = 1 << 20
 SIGNAL_ARGS = {signal: 1 if signal is Signal.SET_GENERATION_EPOCH else 0 for signal in Signal}
 """How many arguments each control signal has when a client sends it."""
 
+_ID = int | str | bytes  # a client's own name for a request
+
+_Decoder = Callable[[list[Any], list[Any]], Any]
+"""Makes a message of the items behind the header and the bodies."""
+
 
 class WireError(ValueError):
     """What was received is no message of this protocol; the text says why."""
-
-
-class _Layout(NamedTuple):
-    """How a message class lies in frames: its first fields are metadata, the rest are bodies."""
-
-    message: type
-    types: tuple[Any, ...]
-    bodies: int = 0
-    optional: int = 0  # of the bodies, how many at the end may be absent
-
-
-_ID = int | str | bytes  # a client's own name for a request
-
-_TO_COORDINATOR = {
-    Header.CONNECT: _Layout(m.Connect, (int, bool)),
-    Header.SUBMIT_REQUEST: _Layout(m.SubmitRequest, (_ID, int), bodies=3, optional=1),
-    Header.REGISTER: _Layout(m.Register, (int, str, int, int, int, int, int, str)),
-    Header.KV_EVENTS: _Layout(m.KvEvents, (int, int, int), bodies=1),
-    Header.PONG: _Layout(m.Pong, (int,)),
-    Header.DISCONNECT: _Layout(m.Disconnect, ()),
-    Header.SHUTDOWN: _Layout(m.Shutdown, ()),
-}
-_FROM_COORDINATOR = {
-    Header.CONNECT_ACK: _Layout(m.ConnectAck, (int, str, int, int)),
-    Header.SUBMIT_REQUEST: _Layout(m.EngineRequest, (int, int), bodies=2),
-    Header.ENGINE_REPLY: _Layout(m.Reply, (_ID,), bodies=1),
-    Header.REGISTER_ACK: _Layout(m.RegisterAck, (int, int, int, str)),
-    Header.REQUEST_ERROR: _Layout(m.RequestError, (_ID | None, str, str)),
-    Header.PING: _Layout(m.Ping, (int,)),
-    Header.REGISTER_AGAIN: _Layout(m.RegisterAgain, ()),
-    Header.RESYNC: _Layout(m.Resync, ()),
-}
-_HEADERS = {
-    layout.message: (header, layout)
-    for table in (_TO_COORDINATOR, _FROM_COORDINATOR)
-    for header, layout in table.items()
-}
 
 
 def pack(value: Any) -> bytes:
@@ -70,7 +42,7 @@ def pack(value: Any) -> bytes:
     return packed
 
 
-def unpack(data: bytes) -> Any:
+def unpack(data: m.Body) -> Any:
     """Unpack a body or metadata.
 
     Raises:
@@ -82,50 +54,31 @@ def unpack(data: bytes) -> Any:
         raise WireError(f"not msgpack ({type(error).__name__})") from None
 
 
-def encode(message: m.ToCoordinator | m.FromCoordinator) -> list[bytes]:
+def encode(message: m.ToCoordinator | m.FromCoordinator) -> list[m.Body]:
     """The frames of a message, in our own dialect."""
-    if isinstance(message, m.Control):
-        return [pack([int(message.signal), *message.args])]
-    if isinstance(message, m.EngineReply):
-        described = [
-            [a.request_id, a.status, a.cached_tokens, a.weight_epoch]
-            + ([a.event_number] if a.event_number >= 0 else [])
-            for a in message.answers
-        ]
-        return [pack([int(Header.ENGINE_REPLY), described]), *(a.body for a in message.answers)]
-    header, layout = _HEADERS[type(message)]
-    values = [getattr(message, f.name) for f in fields(message)]
-    split = len(layout.types)
-    return [pack([int(header), *values[:split]]), *(b for b in values[split:] if b is not None)]
+    return _ENCODERS[type(message)](message)
 
 
-def decode_for_coordinator(frames: Sequence[bytes]) -> m.ToCoordinator:
+def decode_for_coordinator(frames: Sequence[Any]) -> m.ToCoordinator:
     """The message that a peer of our dialect sent to the coordinator.
+
+    Args:
+        frames: The metadata as bytes, and the bodies, bytes or `zmq.Frame`.
 
     Raises:
         WireError: It is none.
     """
-    header, items = _open(frames)
-    if header in Signal:
-        signal = Signal(header)
-        return _decode_control(signal, items, frames[1:], SIGNAL_ARGS[signal])
-    if header == Header.ENGINE_REPLY:
-        return _decode_replies(items, frames[1:])
-    return _decode(_TO_COORDINATOR, header, items, frames[1:])
+    message: m.ToCoordinator = _decode(_TO_COORDINATOR, frames)
+    return message
 
 
-def decode_from_coordinator(frames: Sequence[bytes]) -> m.FromCoordinator:
+def decode_from_coordinator(frames: Sequence[Any]) -> m.FromCoordinator:
     """The message that the coordinator sent to a client or an engine.
 
     Raises:
         WireError: It is none.
     """
-    header, items = _open(frames)
-    if header in Signal:
-        signal = Signal(header)
-        count = SIGNAL_ARGS[signal] + (signal in EPOCH_SIGNALS)
-        return _decode_control(signal, items, frames[1:], count)
-    message = _decode(_FROM_COORDINATOR, header, items, frames[1:])
+    message: m.FromCoordinator = _decode(_FROM_COORDINATOR, frames)
     if isinstance(message, m.RegisterAck):
         if message.state not in FleetState:
             raise WireError(f"unknown fleet state {message.state!r}")
@@ -133,49 +86,73 @@ def decode_from_coordinator(frames: Sequence[bytes]) -> m.FromCoordinator:
     return message
 
 
-def _open(frames: Sequence[bytes]) -> tuple[int, list[Any]]:
-    if len(frames[0]) > _LARGEST_METADATA:
-        raise WireError(f"metadata of {len(frames[0])} bytes")
-    metadata = unpack(frames[0])
-    if not isinstance(metadata, list) or not metadata or type(metadata[0]) is not int:
+def _decode(decoders: Mapping[int, _Decoder], frames: Sequence[Any]) -> Any:
+    metadata, *bodies = frames
+    if len(metadata) > _LARGEST_METADATA:
+        raise WireError(f"metadata of {len(metadata)} bytes")
+    values = unpack(metadata)
+    if type(values) is not list or not values or type(values[0]) is not int:
         raise WireError("metadata is no array that begins with a header number")
-    return metadata[0], metadata[1:]
-
-
-def _decode(table: dict, header: int, items: list[Any], bodies: Sequence[bytes]) -> Any:
-    layout = table.get(header)
-    if layout is None:
+    header, *items = values
+    decoder = decoders.get(header)
+    if decoder is None:
         raise WireError(f"unknown header {header}")
-    _expect_count("items", len(items), len(layout.types))
-    _expect_types(items, layout.types)
-    _expect_count("bodies", len(bodies), layout.bodies, layout.optional)
-    return layout.message(*items, *bodies)
+    return decoder(items, bodies)
 
 
-def _decode_control(
-    signal: Signal, items: list[Any], bodies: Sequence[bytes], count: int
-) -> m.Control:
-    _expect_count("arguments", len(items), count)
-    _expect_types(items, (int,) * count)
-    _expect_count("bodies", len(bodies), 0)
-    return m.Control(signal, tuple(items))
+# --- most messages -----------------------------------------------------------------------------
 
 
-def _decode_replies(items: list[Any], bodies: Sequence[bytes]) -> m.EngineReply:
-    _expect_count("items", len(items), 1)
-    _expect_types(items, (list,))
-    _expect_count("bodies", len(bodies), len(items[0]))
-    for described in items[0]:
-        if not isinstance(described, list):
-            raise WireError("a reply is described by no array")
-        _expect_count("items of a reply", len(described), 5, optional=1)
-        _expect_types(described, (int, str, int, int, int)[: len(described)])
-    return m.EngineReply(
-        tuple(
-            m.Answer(d[0], d[1], d[2], d[3], body, d[4] if len(d) > 4 else -1)
-            for d, body in zip(items[0], bodies, strict=True)
-        )
-    )
+class _Layout:
+    """How a message class lies in frames: its first fields are metadata, the rest are bodies.
+
+    Args:
+        header: Its number.
+        message: The class.
+        types: Of the fields in the metadata.
+        bodies: How many there are.
+        optional: Of the bodies, how many at the end may be absent.
+        looked_into: Which body, if any, is to be bytes, since somebody looks into it.
+    """
+
+    def __init__(
+        self,
+        header: Header,
+        message: type,
+        types: tuple[Any, ...],
+        bodies: int = 0,
+        optional: int = 0,
+        looked_into: int | None = None,
+    ):
+        self.header, self.message = header, message
+        self._types, self._bodies, self._optional = types, bodies, optional
+        self._counts = range(bodies - optional, bodies + 1)
+        self._accepted = _accepted(types)
+        self._looked_into = bodies if looked_into is None else looked_into
+        names = [field.name for field in fields(message)]
+        self._in_metadata, self._in_bodies = names[: len(types)], names[len(types) :]
+
+    def decode(self, items: list[Any], bodies: list[Any]) -> Any:
+        if tuple(map(type, items)) not in self._accepted or len(bodies) not in self._counts:
+            self._complain(items, bodies)
+        if len(bodies) > self._looked_into:
+            bodies[self._looked_into] = bytes(bodies[self._looked_into])
+        return self.message(*items, *bodies)
+
+    def encode(self, message: Any) -> list[m.Body]:
+        items = [getattr(message, name) for name in self._in_metadata]
+        bodies = [getattr(message, name) for name in self._in_bodies]
+        return [pack([int(self.header), *items]), *(body for body in bodies if body is not None)]
+
+    def _complain(self, items: list[Any], bodies: list[Any]) -> None:
+        _expect_count("items", len(items), len(self._types))
+        _expect_types(items, self._types)
+        _expect_count("bodies", len(bodies), self._bodies, self._optional)
+
+
+def _accepted(types: Sequence[Any]) -> frozenset[tuple[type, ...]]:
+    """The types that the items may have together; msgpack makes no subclasses."""
+    return frozenset(product(*(get_args(each) or (each,) for each in types)))
 
 
 def _expect_count(what: str, found: int, expected: int, optional: int = 0) -> None:
@@ -185,61 +162,119 @@ def _expect_count(what: str, found: int, expected: int, optional: int = 0) -> No
 
 def _expect_types(items: Sequence[Any], types: Sequence[Any]) -> None:
     for item, expected in zip(items, types, strict=True):
-        # To isinstance a bool is an int; here it is none.
-        if not isinstance(item, expected) or (type(item) is bool) != (expected is bool):
+        # A bool is an int to Python; here it is none.
+        if type(item) not in (get_args(expected) or (expected,)):
             name = expected.__name__ if isinstance(expected, type) else expected
             raise WireError(f"a {type(item).__name__} stands where {name} belongs")
 
 
-@dataclass(slots=True)
-class _Dialect:
-    """How a peer speaks: a guess by its first message, fixed by its CONNECT or registration."""
+_TO = [
+    _Layout(Header.CONNECT, m.Connect, (int, bool)),
+    _Layout(Header.SUBMIT_REQUEST, m.SubmitRequest, (_ID, int), 3, optional=1, looked_into=2),
+    _Layout(Header.REGISTER, m.Register, (int, str, int, int, int, int, int, str)),
+    _Layout(Header.KV_EVENTS, m.KvEvents, (int, int, int), 1, looked_into=0),
+    _Layout(Header.PONG, m.Pong, (int,)),
+    _Layout(Header.DRAIN, m.Drain, ()),
+    _Layout(Header.DISCONNECT, m.Disconnect, ()),
+    _Layout(Header.SHUTDOWN, m.Shutdown, ()),
+]
+_FROM = [
+    _Layout(Header.CONNECT_ACK, m.ConnectAck, (int, str, int, int)),
+    _Layout(Header.SUBMIT_REQUEST, m.EngineRequest, (int, int), 2),
+    _Layout(Header.ENGINE_REPLY, m.Reply, (_ID,), 1),
+    _Layout(Header.REGISTER_ACK, m.RegisterAck, (int, int, int, str)),
+    _Layout(Header.REQUEST_ERROR, m.RequestError, (_ID | None, str, str)),
+    _Layout(Header.PING, m.Ping, (int,)),
+    _Layout(Header.REGISTER_AGAIN, m.RegisterAgain, ()),
+    _Layout(Header.RESYNC, m.Resync, ()),
+    _Layout(Header.DRAIN_ACK, m.DrainAck, ()),
+]
 
-    released: bool
-    introduced: bool
-    wants_text: bool = False
+# --- control signals ---------------------------------------------------------------------------
 
 
-class Codec:
-    """Frames to messages and back for a coordinator, whose peers speak two dialects.
+def _control(signal: Signal, count: int) -> _Decoder:
+    def decode(items: list[Any], bodies: list[Any]) -> m.Control:
+        _expect_count("arguments", len(items), count)
+        _expect_types(items, (int,) * count)
+        _expect_count("bodies", len(bodies), 0)
+        return m.Control(signal, tuple(items))
 
-    Args:
-        add_text: Adds `generated_text` to a packed reply. Released engines leave that to the
-            coordinator; it is called only where the client has no tokenizer of its own.
-    """
+    return decode
 
-    def __init__(self, add_text: Callable[[bytes], bytes]):
-        self._add_text = add_text
-        self._dialects: dict[bytes, _Dialect] = {}
 
-    def decode(self, peer: bytes, frames: Sequence[bytes]) -> m.ToCoordinator:
-        """The message in some frames; `Malformed` where there is none. Never raises."""
-        try:
-            if not frames:
-                raise WireError("no frame")
-            theirs = released.decode(frames)
-            message = decode_for_coordinator(frames) if theirs is None else theirs
-        except (WireError, released.ReleasedError) as error:
-            return m.Malformed(str(error))
-        known = self._dialects.get(peer)
-        introduces = isinstance(message, m.Connect | m.Register)
-        if known is None or (introduces and not known.introduced):
-            known = self._dialects[peer] = _Dialect(theirs is not None, introduces)
-        if isinstance(message, m.Connect):
-            known.wants_text = message.text_prompts
-        elif isinstance(message, m.Disconnect):
-            self.forget(peer)
-        return message
+def _encode_control(message: m.Control) -> list[m.Body]:
+    return [pack([int(message.signal), *message.args])]
 
-    def encode(self, peer: bytes, message: m.FromCoordinator) -> list[bytes] | None:
-        """The frames of a message in the peer's dialect, or None if it has no word for it."""
-        dialect = self._dialects.get(peer) or _Dialect(released=False, introduced=False)
-        if isinstance(message, m.Reply) and dialect.wants_text:
-            body = message.body
-            if isinstance(body, released.BodyWithoutText):
-                message = m.Reply(message.client_request_id, self._add_text(body))
-        return released.encode(message) if dialect.released else encode(message)
 
-    def forget(self, peer: bytes) -> None:
-        """The peer is gone."""
-        self._dialects.pop(peer, None)
+# --- an engine's replies, one body each --------------------------------------------------------
+
+_ANSWER = (int, str, int, int, int)  # the last may be absent
+
+
+def _decode_replies(items: list[Any], bodies: list[Any]) -> m.EngineReply:
+    if len(items) != 1 or type(items[0]) is not list or len(items[0]) != len(bodies):
+        _expect_count("items", len(items), 1)
+        _expect_types(items, (list,))
+        _expect_count("bodies", len(bodies), len(items[0]))
+    return m.EngineReply(tuple(map(_answer, items[0], bodies)))
+
+
+def _answer(described: Any, body: m.Body) -> m.Answer:
+    if type(described) is not list:
+        raise WireError("a reply is described by no array")
+    if len(described) == 4:
+        described.append(-1)
+    elif len(described) != 5:
+        _expect_count("items of a reply", len(described), 5, optional=1)
+    number, status, cached, epoch, events = described
+    if type(status) is not str or not (
+        type(number) is type(cached) is type(epoch) is type(events) is int
+    ):
+        _expect_types(described, _ANSWER)
+    return m.Answer(number, status, cached, epoch, body, events)
+
+
+def _encode_replies(message: m.EngineReply) -> list[m.Body]:
+    described = [
+        [a.request_id, a.status, a.cached_tokens, a.weight_epoch]
+        + ([a.event_number] if a.event_number >= 0 else [])
+        for a in message.answers
+    ]
+    return [pack([int(Header.ENGINE_REPLY), described]), *(a.body for a in message.answers)]
+
+
+# --- what the coordinator sends for every request ----------------------------------------------
+
+_SUBMIT, _REPLY = int(Header.SUBMIT_REQUEST), int(Header.ENGINE_REPLY)
+_pack_again = msgpack.Packer(use_bin_type=True).pack
+"""Half of `pack`'s time, but not safe in threads: only for what a coordinator sends."""
+
+
+def _encode_engine_request(message: m.EngineRequest) -> list[m.Body]:
+    metadata = _pack_again((_SUBMIT, message.request_id, message.weight_epoch))
+    return [metadata, message.sampling, message.prompt]
+
+
+def _encode_reply(message: m.Reply) -> list[m.Body]:
+    return [_pack_again((_REPLY, message.client_request_id)), message.body]
+
+
+# --- the tables --------------------------------------------------------------------------------
+
+_TO_COORDINATOR: dict[int, _Decoder] = {
+    **{layout.header: layout.decode for layout in _TO},
+    **{signal: _control(signal, SIGNAL_ARGS[signal]) for signal in Signal},
+    Header.ENGINE_REPLY: _decode_replies,
+}
+_FROM_COORDINATOR: dict[int, _Decoder] = {
+    **{layout.header: layout.decode for layout in _FROM},
+    **{s: _control(s, SIGNAL_ARGS[s] + (s in EPOCH_SIGNALS)) for s in Signal},
+}
+_ENCODERS: dict[type, Callable[[Any], list[m.Body]]] = {
+    **{layout.message: layout.encode for layout in (*_TO, *_FROM)},
+    m.Control: _encode_control,
+    m.EngineReply: _encode_replies,
+    m.EngineRequest: _encode_engine_request,
+    m.Reply: _encode_reply,
+}

@@ -12,6 +12,7 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTo
 
 from megatron.core.inference.coordinator.runtime.http import errors, jsons
 from megatron.core.inference.coordinator.runtime.http.errors import ApiError
+from megatron.core.inference.coordinator.runtime.http.limits import HttpSettings
 from megatron.core.inference.coordinator.runtime.http.recording import (
     RecordingClient,
     RepeatingTokenizer,
@@ -28,8 +29,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL_NAME = "megatron"
 
-MAX_BODY_BYTES = 2**30
-"""Largest request body: megatron-core's own limit."""
+_LIMITS = HttpSettings()
 
 _PLANNERS = {
     endpoints.ChatCompletions.name: chat_plan,
@@ -46,7 +46,9 @@ def build_app(
     model_name: str = DEFAULT_MODEL_NAME,
     replica: int = 0,
     vocab_size: int | None = None,
-    max_body_bytes: int = MAX_BODY_BYTES,
+    max_body_bytes: int = _LIMITS.max_body_bytes,
+    body_timeout: float = _LIMITS.body_timeout,
+    may_control: bool = True,
 ) -> Quart:
     """Builds the application of one front end.
 
@@ -60,14 +62,20 @@ def build_app(
         vocab_size: Token ids in requests must be below it: others can crash an engine. None: the
             tokenizer's, if it has one. A model whose vocabulary is padded may answer with more.
         max_body_bytes: Larger bodies are refused with status 413.
+        body_timeout: Seconds for a body to come, and for an answer to be taken.
+        may_control: Whether the client may send control signals, such as the profiler's.
     """
     app = Quart(__name__, static_folder=None)
     app.request_class = PlannedRequest
     app.json = AnswerJSON(app)
+    app.url_map.merge_slashes = False  # "//models" is unknown, and no redirect to "/models"
     app.config.update(
         MAX_CONTENT_LENGTH=max_body_bytes,
+        BODY_TIMEOUT=body_timeout,
+        RESPONSE_TIMEOUT=body_timeout,
         MODEL_NAME=model_name,
         REPLICA=str(replica),
+        MAY_CONTROL=may_control,
         VOCAB_SIZE=vocab_size or _vocab_size(tokenizer),
         # The endpoints look these four up:
         client=RecordingClient(client),
@@ -78,6 +86,7 @@ def build_app(
     for blueprint in endpoints.__all__:
         app.register_blueprint(blueprint)
     _add_models(app, model_name)
+    app.before_request(_keep_out)
     app.before_request(_plan)
     app.after_request(_complete)
     app.register_error_handler(ApiError, _answer_api_error)
@@ -130,6 +139,17 @@ class AnswerJSON(DefaultJSONProvider):
         if work is not None and isinstance(value, dict) and "choices" in value:
             finish(value, work, current_app.config["MODEL_NAME"])
         return _json(value)
+
+
+async def _keep_out() -> None:
+    """Refuses what the coordinator would not take from this front end, without a word."""
+    if request.blueprint == "profile_api" and not current_app.config["MAY_CONTROL"]:
+        raise ApiError(
+            403,
+            "The front ends may submit requests only; start and stop the profiler with an "
+            "InferenceClient that has the control key.",
+            code="forbidden",
+        )
 
 
 async def _plan() -> None:

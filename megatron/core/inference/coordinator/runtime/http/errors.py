@@ -6,8 +6,13 @@ Pure: the endpoints' texts and the failures of a request's futures come in, an `
 from collections.abc import Sequence
 from typing import Any
 
-STATUS_OF_CODE = {"no_replica": 503}
+STATUS_OF_CODE = {"overloaded": 429, "no_replica": 503, "replica_lost": 503}
 """HTTP status of an inference error's `code`; for others `retryable` decides: 503 or 500."""
+
+RETRY_AFTER_S = 1
+"""What `Retry-After` says with 429 and 503, in seconds. One, because each answer frees a place, and
+a fleet at its bound gives many a second; a new replica takes longer, but nobody here knows how
+long. OpenAI's clients wait longer by themselves when they are refused again."""
 
 CONTEXT_EXCEEDED = "This model's maximum context length was exceeded."
 """How every answer to an over-long prompt begins; RL clients look for this sentence."""
@@ -23,17 +28,30 @@ _OVERFLOWS = ("MaxSequenceLengthOverflowError", "TokenOverflowError", "BlockOver
 _PROMPT_TROUBLE = {"Error tokenizing prompt": "prompt", "Error processing 'messages'": "messages"}
 
 _CODE_OF_STATUS = {
+    401: "invalid_api_key",
     404: "unknown_url",
     405: "method_not_supported",
     408: "request_timeout",
     413: "request_too_large",
+    431: "headers_too_large",
 }
 _TEXT_OF_STATUS = {
+    401: "This server asks for an API key; send one of its keys as 'Authorization: Bearer <key>'.",
     404: "There is nothing at {method} {path}; this server has /v1/chat/completions, "
     "/v1/completions, /v1/models and /v1/health.",
     405: "{path} does not take {method} requests.",
+    408: "The request did not come in time.",
     413: "The request body is larger than this server accepts.",
+    431: "The request's headers are larger than this server accepts.",
 }
+_HEADERS_OF_STATUS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    429: {"Retry-After": str(RETRY_AFTER_S)},
+    503: {"Retry-After": str(RETRY_AFTER_S)},
+}
+_UNREAD = frozenset({401, 408, 413})
+"""Statuses of answers to a request whose body is not, or not wholly, read: the connection cannot be
+used again."""
 
 
 class ApiError(Exception):
@@ -76,8 +94,9 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that belong to the error: when to try again."""
-        return {"Retry-After": "1"} if self.status in (429, 503) else {}
+        """Headers that belong to the error: what to send, when to try again."""
+        closing = {"Connection": "close"} if self.status in _UNREAD else {}
+        return _HEADERS_OF_STATUS.get(self.status, {}) | closing
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
@@ -96,7 +115,8 @@ def of_status(status: int, method: str, path: str, reason: str = "") -> ApiError
     """
     template = _TEXT_OF_STATUS.get(status)
     text = template.format(method=method, path=path) if template else reason
-    return ApiError(status, text or "The request failed.", code=_CODE_OF_STATUS.get(status))
+    code = _CODE_OF_STATUS.get(status, "bad_request" if status < 500 else "internal_error")
+    return ApiError(status, text or "The request failed.", code=code)
 
 
 def internal() -> ApiError:

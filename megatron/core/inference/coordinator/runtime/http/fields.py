@@ -7,7 +7,7 @@ reaches a check: it means "not given".
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from megatron.core.inference.coordinator.runtime.http.errors import invalid
+from megatron.core.inference.coordinator.runtime.http.errors import ApiError, invalid
 
 Check = Callable[[str, Any], Any]
 
@@ -16,6 +16,36 @@ LARGEST_INT = 2**31 - 1
 
 MAX_STOP_WORDS = 64
 """The engine compares every stop word after every token."""
+
+MAX_ITEMS = 10_000
+"""Most messages, tools or parts of a content: each costs time in the one thread of a front end."""
+
+MAX_DEPTH = 64
+"""Deepest nesting of free JSON: templates and encoders go down one call a level."""
+
+TEMPLATE_ARGUMENTS = frozenset(
+    {
+        "self",
+        "conversation",
+        "messages",
+        "chat_template",
+        "tokenize",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tools",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "tokenizer",
+        "processor_kwargs",
+    }
+)
+"""Arguments of a tokenizer's `apply_chat_template` that are no variables of the template. A request
+that sets them would bring its own template (code), or make the tokenizer pad to any length."""
 
 _WRONG_TYPE = "invalid_type"
 
@@ -67,10 +97,42 @@ def json_object(name: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def json_objects(name: str, value: Any) -> list[dict[str, Any]]:
-    """A list of JSON objects."""
+def template_variables(name: str, value: Any) -> dict[str, Any]:
+    """An object of variables for the chat template, and nothing else that steers its rendering."""
+    taken = TEMPLATE_ARGUMENTS & json_object(name, value).keys()
+    for key in sorted(taken):
+        raise not_taken(f"{name}.{key}")
+    return value
+
+
+def not_taken(name: str) -> ApiError:
+    """The error of a field that the server sets and requests must not."""
+    text = f"{name} is not taken from requests: it is for the server to choose."
+    return invalid(name, text, "unsupported_parameter")
+
+
+def shallow(name: str, value: Any) -> None:
+    """Passes JSON that is not nested too deeply."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for each in level for child in _children(each)]
+        if not level:
+            return
+    raise invalid(name, f"{name} must not be nested deeper than {MAX_DEPTH} levels.")
+
+
+def json_list(name: str, value: Any) -> list[Any]:
+    """A list that is not too long."""
     if not isinstance(value, list):
         raise invalid(name, f"{name} must be a list.", _WRONG_TYPE)
+    if len(value) > MAX_ITEMS:
+        raise invalid(name, f"{name} must have at most {MAX_ITEMS} items.")
+    return value
+
+
+def json_objects(name: str, value: Any) -> list[dict[str, Any]]:
+    """A list of JSON objects."""
+    value = json_list(name, value)
     return [json_object(f"{name}[{index}]", each) for index, each in enumerate(value)]
 
 
@@ -126,3 +188,9 @@ def token_ids(vocab_size: int | None) -> Check:
 def only(values: Sequence[Any], types: Collection[type]) -> bool:
     """Whether every value is exactly of one of `types`; quick on long lists."""
     return set(map(type, values)) <= set(types)
+
+
+def _children(value: Any) -> list[Any]:
+    """The lists and objects in a list or an object."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [each for each in inside if isinstance(each, (dict, list))]

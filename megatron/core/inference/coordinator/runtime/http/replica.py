@@ -10,6 +10,7 @@ import pickle
 import resource
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,16 +20,24 @@ from typing import Any, NamedTuple
 import torch
 import uvicorn
 
+from megatron.core.inference.coordinator.runtime.http.access import ApiKeys
 from megatron.core.inference.coordinator.runtime.http.app import build_app
+from megatron.core.inference.coordinator.runtime.http.gate import Gate
+from megatron.core.inference.coordinator.runtime.http.limits import HttpSettings
+from megatron.core.inference.coordinator.runtime.http.logs import Throttle
 from megatron.core.inference.coordinator.runtime.http.ports import listening_socket
+from megatron.core.inference.coordinator.runtime.http.protocol import Protocol
+from megatron.core.inference.coordinator.runtime.keys import KeyRing, remember
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2**14
 """Connections that may wait to be accepted; the system's own limit may be lower."""
 
-KEEP_ALIVE_S = 30
-"""Seconds that a connection may be idle between requests."""
+LEAVE = signal.SIGUSR1
+"""Tells a front end to answer what it has and end."""
+
+_TICKS = 10  # of uvicorn, between two looks at all connections: about a second
 
 ClientFactory = Callable[..., Any]
 """Called as `factory(coordinator_addr, deserialize=False, tokenizer=tokenizer)`."""
@@ -48,6 +57,9 @@ class ReplicaSettings:
         model_name: The one model that is served.
         vocab_size: Token ids in requests must be below it; None: the tokenizer's.
         client_factory: Makes the inference client; None: the coordinator's own.
+        api_keys: Keys that requests must present; none: anybody may send requests.
+        limits: How much and how slowly a client may send.
+        keys: For the coordinator; None where it speaks in plain.
     """
 
     coordinator_addr: str
@@ -59,6 +71,9 @@ class ReplicaSettings:
     model_name: str
     vocab_size: int | None
     client_factory: ClientFactory | None
+    api_keys: ApiKeys
+    limits: HttpSettings
+    keys: KeyRing | None = None
 
 
 class Report(NamedTuple):
@@ -88,6 +103,8 @@ def run_replica(pickled_settings: bytes, index: int, report: Connection) -> None
         report.send(Report("doing", "loading the tokenizer"))
         settings: ReplicaSettings = pickle.loads(pickled_settings)
         logging.basicConfig(level=logging.INFO if settings.verbose else logging.WARNING)
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(Throttle())
         asyncio.run(_serve(settings, index, report))
     except BaseException as error:
         if report.closed:
@@ -110,25 +127,40 @@ async def _serve(settings: ReplicaSettings, index: int, report: Connection) -> N
         model_name=settings.model_name,
         replica=index,
         vocab_size=settings.vocab_size,
+        max_body_bytes=settings.limits.max_body_bytes,
+        body_timeout=settings.limits.body_timeout,
+        may_control=settings.keys is None,  # else they are for submitting alone
     )
+    gate = Gate(app, settings.api_keys, settings.limits.max_body_bytes, index)
     report.send(Report("doing", "opening its socket"))
     sock = listening_socket(settings.family, settings.address)
-    config = uvicorn.Config(
+    config = server_config(gate, settings.limits, settings.verbose)
+    server = _Server(config, settings.limits, report)
+    asyncio.get_running_loop().add_signal_handler(LEAVE, server.leave)
+    await server.serve(sockets=[sock])
+
+
+def server_config(app: Gate, limits: HttpSettings, verbose: bool = False) -> uvicorn.Config:
+    """How uvicorn serves an application."""
+    return uvicorn.Config(
         app,
+        http=Protocol,
         lifespan="off",
         ws="none",
         interface="asgi3",
         proxy_headers=False,
         backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        access_log=settings.verbose,
+        timeout_keep_alive=limits.idle_timeout,
+        h11_max_incomplete_event_size=limits.max_header_bytes,
+        access_log=verbose,
         log_config=None,
-        log_level=logging.INFO if settings.verbose else logging.ERROR,
+        log_level=logging.INFO if verbose else logging.ERROR,
     )
-    await _Server(config, report).serve(sockets=[sock])
 
 
 async def _started_client(settings: ReplicaSettings) -> Any:
+    if settings.keys is not None:
+        remember(settings.coordinator_addr, settings.keys)
     factory = settings.client_factory
     if factory is None:
         from megatron.core.inference.coordinator.runtime.client import InferenceClient
@@ -142,16 +174,28 @@ async def _started_client(settings: ReplicaSettings) -> Any:
 
 
 class _Server(uvicorn.Server):
-    """Reports once it listens, and leaves the signals as they are."""
+    """Reports once it listens, ends long waits for clients, and leaves the signals as they are."""
 
-    def __init__(self, config: uvicorn.Config, report: Connection):
+    def __init__(self, config: uvicorn.Config, limits: HttpSettings, report: Connection):
         super().__init__(config)
+        self._limits = limits
         self._report = report
 
     async def startup(self, sockets: list | None = None) -> None:
         await super().startup(sockets)
         self._report.send(Report("ready"))
         self._report.close()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS == 0:
+            now = time.monotonic()
+            for connection in list(self.server_state.connections):
+                connection.enforce(self._limits, now)
+        return await super().on_tick(counter)
+
+    def leave(self) -> None:
+        """Accept nothing more, answer what there is, and end."""
+        self.should_exit = True
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -160,10 +204,12 @@ class _Server(uvicorn.Server):
 def _prepare_process() -> None:
     """Makes this a process that ends when told to, and with its parent.
 
-    Ctrl-C reaches all processes of a terminal: the parent stops its front ends, so they ignore it.
-    SIGTERM ends them at once. A thread waits for the parent's end, however it ends, because the
-    event loop may be busy or not have begun.
+    Ctrl-C reaches all processes of a terminal, and torchrun signals whole process groups: the
+    parent stops its front ends, so they ignore the one and leave the other. SIGTERM ends them at
+    once. A thread waits for the parent's end, however it ends, because the event loop may be busy
+    or not have begun.
     """
+    os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()

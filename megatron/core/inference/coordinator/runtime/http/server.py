@@ -1,6 +1,8 @@
 """Starts and stops the HTTP front ends: processes that share one port, each with its own socket."""
 
+import contextlib
 import logging
+import os
 import pickle
 import socket
 import time
@@ -10,13 +12,17 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from megatron.core.inference.coordinator.runtime.fork_server import sigint_held, warm_up
+from megatron.core.inference.coordinator.runtime.http.access import ApiKeys, keys_from_environment
 from megatron.core.inference.coordinator.runtime.http.app import DEFAULT_MODEL_NAME
+from megatron.core.inference.coordinator.runtime.http.limits import HttpSettings
 from megatron.core.inference.coordinator.runtime.http.ports import DEFAULT_HOST, hold_port, url_of
 from megatron.core.inference.coordinator.runtime.http.replica import (
+    LEAVE,
     ClientFactory,
     ReplicaSettings,
     run_replica,
 )
+from megatron.core.inference.coordinator.runtime.keys import KeyRing, Role, known
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +129,21 @@ class _FrontEnds:
                 if starting[report].hear():
                     starting.pop(report).report.close()
 
+    def drain(self, seconds: float) -> bool:
+        """Lets all processes answer what they have and end; whether they did within the time."""
+        ends = set()  # not process.sentinel: it tells of the fork server, which may end first
+        for replica in self.replicas:
+            with contextlib.suppress(ProcessLookupError):
+                pid = replica.process.pid or 0
+                ends.add(os.pidfd_open(pid))
+                os.kill(pid, LEAVE)
+        left, deadline = set(ends), time.monotonic() + seconds
+        while left and (over := wait(list(left), max(0.0, deadline - time.monotonic()))):
+            left.difference_update(over)
+        for end in ends:
+            os.close(end)
+        return not left
+
     def stop(self) -> None:
         """Ends all processes and frees the port."""
         for replica in self.replicas:
@@ -155,6 +176,8 @@ def start_text_gen_server(
     vocab_size: int | None = None,
     start_timeout: float = START_TIMEOUT_S,
     client_factory: ClientFactory | None = None,
+    api_keys: ApiKeys | None = None,
+    limits: HttpSettings | None = None,
 ) -> str:
     """Starts the front ends and returns once all of them accept connections.
 
@@ -174,6 +197,8 @@ def start_text_gen_server(
             vocabulary is padded may answer with ids beyond, which then cannot be sent back.
         start_timeout: Seconds to wait for the front ends.
         client_factory: Makes each front end's inference client; it must pickle. None: our own.
+        api_keys: Keys that requests must present. None: those of the environment, if any.
+        limits: How much and how slowly a client may send. None: the defaults.
 
     Returns:
         The base URL, e.g. `http://127.0.0.1:5000`; where all interfaces are served, with the
@@ -183,6 +208,7 @@ def start_text_gen_server(
         PortInUseError: Somebody has the port.
         OSError: It cannot be bound for another reason.
         FrontEndError: A front end did not start; the message holds its own last error.
+        SettingsError: The environment variable for API keys is set and holds none.
     """
     global _running
     if _running is not None and _running.alive:
@@ -191,6 +217,7 @@ def start_text_gen_server(
     stop_text_gen_server()
     if num_replicas < 1:
         raise ValueError(f"num_replicas is {num_replicas}; at least one front end is needed")
+    api_keys = keys_from_environment() if api_keys is None else api_keys
     began = time.monotonic()
     front_ends = _FrontEnds(_held_port(server_port, hostname, sock))
     settings = ReplicaSettings(
@@ -203,6 +230,9 @@ def start_text_gen_server(
         model_name=model_name,
         vocab_size=vocab_size,
         client_factory=client_factory,
+        api_keys=api_keys,
+        limits=limits or HttpSettings(),
+        keys=_weakest(known(coordinator_addr)),
     )
     try:
         front_ends.start(settings, num_replicas)
@@ -216,6 +246,20 @@ def start_text_gen_server(
         *(rank, front_ends.url, num_replicas, time.monotonic() - began),
     )
     return front_ends.url
+
+
+def drain_text_gen_server(seconds: float) -> bool:
+    """Lets the front ends, if any, answer what they have; they accept nothing more.
+
+    `stop_text_gen_server` has still to be called.
+
+    Args:
+        seconds: How long to wait for them.
+
+    Returns:
+        Whether everything was answered in time.
+    """
+    return _running is None or _running.drain(seconds)
 
 
 def stop_text_gen_server() -> None:
@@ -245,3 +289,8 @@ def _held_port(port: int, hostname: str | None, sock: socket.socket | None) -> s
     if not port:
         raise ValueError("sock must be bound to a port before it is passed")
     return hold_port(hostname or host, port)
+
+
+def _weakest(ring: KeyRing | None) -> KeyRing | None:
+    """What front ends need: they only submit requests."""
+    return None if ring is None else ring.only(Role.SUBMIT)

@@ -4,7 +4,7 @@ Pure. What the endpoints get holds no null, says greedy and unfiltered sampling 
 one prompt per choice; what they would ignore or trip over has been refused or set aside.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,9 @@ from megatron.core.inference.coordinator.runtime.http.fields import Check
 MAX_CHOICES = 128
 """Largest `n`."""
 
+MAX_REQUESTS = 4096
+"""Most choices of one HTTP request, over all its prompts: each is a request to an engine."""
+
 MAX_LOGPROBS = 20
 """Most alternatives per token."""
 
@@ -23,6 +26,21 @@ GREEDY = {"temperature": 1.0, "top_k": 1, "top_p": 0.0}
 temperature of 0 never reaches it."""
 
 _COLDEST = 1e-5  # below this a temperature means greedy: logits / temperature would overflow
+
+_NEVER_TAKEN = frozenset(
+    {
+        "chat_template",
+        "tokenizer",
+        "parsers",
+        "logits_processors",
+        "custom_logit_processor",
+        "lora_path",
+    }
+)
+"""Fields by which a request could bring code or a path. megatron-core's endpoints read none, but
+other servers do: whoever sends one is told, rather than answered as if it had been obeyed."""
+
+_TOKEN_LISTS = ("prompt_token_ids", "generation_token_ids")
 
 _PROMPT_TYPES = (str, int, list)
 _PROMPT_FORMS = "a string, a list of strings, a list of token ids, or a list of such lists"
@@ -46,7 +64,7 @@ _CHAT = _COMMON | {
     "tools": fields.json_objects,
     "tool_choice": fields.tool_choice,
     "parallel_tool_calls": fields.flag,
-    "chat_template_kwargs": fields.json_object,
+    "chat_template_kwargs": fields.template_variables,
     "prevent_retokenization": fields.flag,
     "return_tokenized_data": fields.flag,
     "return_raw_text": fields.flag,
@@ -105,6 +123,9 @@ def completion_plan(body: Any, vocab_size: int | None = None) -> Plan:
     given = _checked(body, _COMPLETION)
     copies = given.pop("n", 1)
     prompts = _prompts(given.get("prompt"), vocab_size)
+    if len(prompts) * copies > MAX_REQUESTS:
+        most = MAX_REQUESTS // copies
+        raise invalid("prompt", f"prompt must have at most {most} prompts with n {copies}.")
     given["prompt"] = [prompt for prompt in prompts for _ in range(copies)]
     given |= sampling(given, vocab_size)
     return Plan(given, copies)
@@ -142,10 +163,20 @@ def _checked(body: Any, checks: Mapping[str, Check]) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise invalid(None, "The request body must be a JSON object.", "invalid_type")
     given = {name: value for name, value in body.items() if value is not None}
+    for name in sorted(_NEVER_TAKEN & given.keys()):
+        raise fields.not_taken(name)
+    _shallow(given, "", but=("messages", "prompt"))
     for name, check in checks.items():
         if name in given:
             given[name] = check(name, given[name])
     return given
+
+
+def _shallow(given: Mapping[str, Any], prefix: str, but: Collection[str]) -> None:
+    """Passes fields that are not nested too deeply; those of `but` are checked as a whole."""
+    for name, value in given.items():
+        if name not in but:
+            fields.shallow(f"{prefix}{name}", value)
 
 
 def _prompts(prompt: Any, vocab_size: int | None) -> list[str] | list[list[int]]:
@@ -178,11 +209,12 @@ def _message(name: str, message: dict[str, Any], vocab_size: int | None) -> dict
     given = {key: value for key, value in message.items() if value is not None}
     if "role" not in given:
         raise invalid(f"{name}.role", f"{name} has no role.", "missing_required_parameter")
+    _shallow(given, f"{name}.", but=_TOKEN_LISTS)
     fields.filled_text(f"{name}.role", given["role"])
     given["content"] = _content(f"{name}.content", given.get("content", ""))
     if "tool_calls" in given:
         fields.json_objects(f"{name}.tool_calls", given["tool_calls"])
-    for key in ("prompt_token_ids", "generation_token_ids"):
+    for key in _TOKEN_LISTS:
         if key in given:
             fields.token_ids(vocab_size)(f"{name}.{key}", given[key])
     return given
@@ -194,6 +226,7 @@ def _content(name: str, content: Any) -> str:
         return fields.text(name, content)
     if not isinstance(content, list):
         raise invalid(name, f"{name} must be a string or a list of text parts.", "invalid_type")
+    content = fields.json_list(name, content)
     return "".join(_part(f"{name}[{index}]", part) for index, part in enumerate(content))
 
 

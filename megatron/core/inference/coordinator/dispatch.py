@@ -1,0 +1,175 @@
+"""Requests on their way through the fleet: admitted, given to a rank, answered or tried again."""
+
+from collections.abc import Collection
+
+from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.ledger import Ledger, RequestRecord
+from megatron.core.inference.coordinator.ranks import Rank, Ranks
+from megatron.core.inference.coordinator.router import Router
+from megatron.core.inference.coordinator.settings import CoordinatorSettings
+
+
+class Dispatcher:
+    """Gives requests to ranks and answers to clients.
+
+    Times are on the fleet's clock, which stands still while the fleet is paused.
+
+    Args:
+        settings: What the coordinator was started with.
+        ranks: The replicas.
+        ledger: The requests.
+        router: Chooses ranks.
+
+    Attributes:
+        opened: Whether requests are given to ranks, or still wait for as many as expected.
+        weight_epoch: The present one, which requests carry to the engines.
+    """
+
+    def __init__(self, settings: CoordinatorSettings, ranks: Ranks, ledger: Ledger, router: Router):
+        self._settings = settings
+        self._limits = settings.fleet
+        self._ranks = ranks
+        self._ledger = ledger
+        self._router = router
+        self.opened = settings.expected_ranks == 0
+        self.weight_epoch = 0
+
+    def submit(self, client: bytes, message: m.SubmitRequest, clock: float) -> list[m.Effect]:
+        """A client asks for something: admit it, if there is room, and give it to a rank."""
+        refusal = self._overloaded(message.size)
+        if refusal is not None:
+            error = m.RequestError(message.client_request_id, m.ErrorCode.OVERLOADED, refusal)
+            return [m.Send(client, error), m.Log("request_refused", warning=True, peer=client)]
+        record = self._ledger.admit(client, message)
+        return self._route(record, clock) if self.opened else []
+
+    def route_waiting(self, clock: float) -> list[m.Effect]:
+        """Give what waits to ranks that may have it, first come first served."""
+        effects: list[m.Effect] = []
+        while self.opened and self._router.has_room:
+            record = self._ledger.first_waiting
+            if record is None:
+                break
+            effects += self._route(record, clock)
+        return effects
+
+    def answer(self, rank: Rank, answer: m.Answer, now: float, effects: list[m.Effect]) -> None:
+        """A rank's answer to a request that it has in flight goes to whoever asked."""
+        record = self._ledger.finish(answer.request_id)
+        in_window = self._router.compare(record, rank, answer)
+        self._router.settle(record, now)
+        if record.client is not None:
+            effects.append(m.Send(record.client, m.Reply(record.client_request_id, answer.body)))
+        if self._settings.trace:
+            effects.append(
+                m.Trace(
+                    record.request_id,
+                    rank.number,
+                    record.blocks,
+                    record.prompt_tokens,
+                    record.predicted_tokens,
+                    answer.cached_tokens,
+                    in_window,
+                )
+            )
+
+    def take_back(
+        self,
+        rank: Rank,
+        cause: str,
+        undelivered: Collection[int],
+        now: float,
+        clock: float,
+    ) -> list[m.Effect]:
+        """A rank is lost: what it had goes to others, or back with an error after too many tries.
+
+        Args:
+            rank: The rank, live no more.
+            cause: Why, for whoever gets an error.
+            undelivered: Of its requests, those that never reached it; they count as no try.
+            now: The time.
+            clock: The fleet's clock.
+        """
+        effects: list[m.Effect] = []
+        again = []
+        missed = frozenset(undelivered)
+        for record in self._ledger.of_rank(rank.number):
+            self._router.settle(record, now)
+            tried = record.request_id not in missed
+            record.attempts += tried
+            if record.message is not None and record.attempts <= self._limits.max_retries:
+                self._ledger.requeue(record)
+                again.append(record)
+                continue
+            self._ledger.finish(record.request_id)
+            when = "while it had" if tried else "before it got"
+            tries = f", try {record.attempts} of {1 + self._limits.max_retries}" if tried else ""
+            text = f"replica {rank.number} was lost {when} the request ({cause}{tries})"
+            effects += _error(record, m.ErrorCode.REPLICA_LOST, f"{text}; send it again")
+        for record in again:
+            effects += self._route(record, clock)
+        return effects
+
+    def none_left(self, clock: float) -> m.Log:
+        """The last live rank is gone: what waits for a place waits for another rank from now on."""
+        waiting = self._ledger.waiting
+        for record in waiting:
+            record.deadline = clock + self._limits.replica_wait
+        return m.Log("no_rank_left", {"waiting": len(waiting)}, warning=True)
+
+    def expire(self, clock: float) -> list[m.Effect]:
+        """Where there is no rank: answer those that have waited for one for too long."""
+        effects: list[m.Effect] = []
+        if self.opened and not len(self._ranks):
+            for record in self._ledger.waiting:
+                if record.deadline <= clock:
+                    effects += self._give_up(record)
+        return effects
+
+    def _route(self, record: RequestRecord, clock: float) -> list[m.Effect]:
+        if not self._router.has_room:
+            record.deadline = clock + self._limits.replica_wait
+            if not len(self._ranks) and not self._limits.replica_wait:
+                return self._give_up(record)
+            return []
+        message = record.message
+        assert message is not None
+        effects: list[m.Effect] = []
+        hashes = self._router.hashes_of(message)
+        if hashes is None:
+            if message.hashes is not None:
+                effects.append(m.Log("hashes_refused", warning=True, peer=record.client))
+            else:
+                effects.append(m.Log("request_not_hashed", peer=record.client))
+        rank = self._router.place(record, hashes or b"")
+        request = m.EngineRequest(
+            record.request_id, self.weight_epoch, message.sampling, message.prompt
+        )
+        if not self._limits.max_retries:
+            record.message = None
+        effects.append(m.Send(rank.peer, request))
+        return effects
+
+    def _give_up(self, record: RequestRecord) -> list[m.Effect]:
+        self._ledger.finish(record.request_id)
+        wait = self._limits.replica_wait
+        waited = f", nor was for {wait:g} s" if wait else ""
+        text = f"no replica is registered{waited}; send it again later"
+        return _error(record, m.ErrorCode.NO_REPLICA, text)
+
+    def _overloaded(self, size: int) -> str | None:
+        """Why a request of this many bytes cannot be taken; None if it can."""
+        limits, ledger = self._limits, self._ledger
+        if len(ledger) >= limits.max_inflight_requests:
+            full = f"{len(ledger)} requests"
+        elif len(ledger) and ledger.size + size > limits.max_inflight_bytes:
+            full = f"{ledger.size} bytes in {len(ledger)} requests"
+        else:
+            return None
+        return f"the fleet has {full} waiting or in flight; send it again later"
+
+
+def _error(record: RequestRecord, code: m.ErrorCode, text: str) -> list[m.Effect]:
+    if record.client is None:
+        return []
+    return [m.Send(record.client, m.RequestError(record.client_request_id, code, text))]

@@ -1,0 +1,77 @@
+"""Frames to messages and back for a coordinator, whose peers speak two dialects."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.runtime import released, wire
+
+
+@dataclass(slots=True)
+class _Dialect:
+    """How a peer speaks: a guess by its first message, fixed by its CONNECT or registration."""
+
+    released: bool
+    introduced: bool
+    wants_text: bool = False
+
+
+_UNKNOWN = _Dialect(released=False, introduced=False)
+_COMING_OR_GOING = frozenset((m.Connect, m.Register, m.Disconnect))
+
+
+class Codec:
+    """Knows how each peer speaks.
+
+    Args:
+        add_text: Adds `generated_text` to a packed reply. Released engines leave that to the
+            coordinator; it is called only where the client has no tokenizer of its own.
+    """
+
+    def __init__(self, add_text: Callable[[bytes], bytes]):
+        self._add_text = add_text
+        self._dialects: dict[bytes, _Dialect] = {}
+
+    def decode(self, peer: bytes, frames: Sequence[Any]) -> m.ToCoordinator:
+        """The message in some frames; `Malformed` where there is none. Never raises.
+
+        Args:
+            peer: Who sent them.
+            frames: The first as bytes, the others as bytes or `zmq.Frame`.
+        """
+        try:
+            if not frames:
+                raise wire.WireError("no frame")
+            # Released peers say everything in one frame.
+            theirs = released.decode(frames[0]) if len(frames) == 1 else None
+            message = wire.decode_for_coordinator(frames) if theirs is None else theirs
+        except (wire.WireError, released.ReleasedError) as error:
+            return m.Malformed(str(error))
+        if peer not in self._dialects or type(message) in _COMING_OR_GOING:
+            self._listen(peer, message, theirs is not None)
+        return message
+
+    def encode(self, peer: bytes, message: m.FromCoordinator) -> list[m.Body] | None:
+        """The frames of a message in the peer's dialect, or None if it has no word for it."""
+        dialect = self._dialects.get(peer, _UNKNOWN)
+        if dialect.wants_text and type(message) is m.Reply:
+            body = message.body
+            if isinstance(body, released.BodyWithoutText):
+                message = m.Reply(message.client_request_id, self._add_text(body))
+        return released.encode(message) if dialect.released else wire.encode(message)
+
+    def forget(self, peer: bytes) -> None:
+        """The peer is gone."""
+        self._dialects.pop(peer, None)
+
+    def _listen(self, peer: bytes, message: m.ToCoordinator, is_released: bool) -> None:
+        """Learn how a peer speaks from its first message, or from how it comes or goes."""
+        known = self._dialects.get(peer)
+        introduces = isinstance(message, m.Connect | m.Register)
+        if known is None or (introduces and not known.introduced):
+            known = self._dialects[peer] = _Dialect(is_released, introduces)
+        if isinstance(message, m.Connect):
+            known.wants_text = message.text_prompts
+        elif isinstance(message, m.Disconnect):
+            self.forget(peer)

@@ -1,0 +1,209 @@
+"""Two hosts, in network namespaces: the network between them is cut, or slow and loses packets.
+
+The coordinator is on the first one, and a job is on each. `LONG_CUTS=1` adds a cut of a minute.
+What is measured is printed (`pytest -rP`).
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import hosts
+import pytest
+from hosts import Host, Wire
+from jobs import TOOLS, Coordinator, Job, ask, client_of, coordinator, job, started
+from one_engine import PROMPTS
+from openai import OpenAI
+
+from megatron.core.inference.coordinator.runtime.client import InferenceClient
+
+NO_NETWORK = hosts.missing()
+pytestmark = pytest.mark.skipif(NO_NETWORK is not None, reason=str(NO_NETWORK))
+
+TOKENS = 12
+IN_FLIGHT = 6
+WAIT_SECONDS = 60
+long_cut = pytest.mark.skipif("LONG_CUTS" not in os.environ, reason="LONG_CUTS is not set")
+
+
+@dataclass
+class Fleet:
+    """The hosts, what is between them, and what runs on them."""
+
+    first: Host
+    second: Host
+    wire: Wire
+    coordinator: Coordinator
+    near: Job
+    far: Job
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[tuple[Host, Host, Wire]]:
+    with hosts.two_hosts() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def fleet(network, tmp_path_factory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("two_hosts")
+    first, second, wire = network
+    with ExitStack() as stack:
+        lead = stack.enter_context(
+            coordinator(folder / "coordinator", f"--host={first.address}", host=first.run)
+        )
+        near, far = (
+            stack.enter_context(job(folder / name, lead, "--frontend-replicas=0", host=host.run))
+            for name, host in (("near", first), ("far", second))
+        )
+        near.await_ready()
+        far.await_ready()
+        yield Fleet(first, second, wire, lead, near, far)
+
+
+class Traffic:
+    """Requests of a client on the coordinator's host, a few at a time, until it is told to end.
+
+    Attributes:
+        answers: Every answer, by number of the prompt.
+        running: Whether it goes on.
+    """
+
+    def __init__(self, client: InferenceClient):
+        self._client = client
+        self.answers: list[tuple[int, list[int]]] = []
+        self.running = True
+
+    async def flow(self) -> None:
+        await asyncio.gather(*(self._ask_again_and_again(n) for n in range(IN_FLIGHT)))
+
+    async def _ask_again_and_again(self, number: int) -> None:
+        while self.running:
+            future = ask(self._client, PROMPTS[number], TOKENS)
+            reply = await asyncio.wait_for(future, WAIT_SECONDS)
+            assert reply["status"] == "COMPLETED"
+            self.answers.append((number, reply["generated_tokens"]))
+
+
+def with_traffic(fleet: Fleet, act: Callable[[], None]) -> None:
+    """Let something happen while requests flow: each is answered, and as before."""
+
+    async def run() -> None:
+        with fleet.first.entered():  # where the client's sockets stay
+            async with client_of(fleet.coordinator) as client:
+                traffic = Traffic(client)
+                flow = asyncio.create_task(traffic.flow())
+                try:
+                    await asyncio.sleep(1)
+                    await asyncio.to_thread(act)
+                finally:
+                    traffic.running = False
+                    await flow
+        answers = dict(traffic.answers)
+        assert len(answers) == IN_FLIGHT
+        assert [answers[number] for number, _ in traffic.answers] == [
+            answer for _, answer in traffic.answers
+        ]
+        print(f"{len(traffic.answers)} requests answered, 0 lost")
+
+    asyncio.run(run())
+
+
+def seconds_until(condition: Callable[[], bool], limit: float) -> float:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < limit, "it did not happen in time"
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=long_cut)])
+def test_a_cut_costs_no_request_and_the_replica_behind_it_comes_back_by_itself(fleet, seconds):
+    lead = fleet.coordinator
+    lost, registered = len(lead.said("rank_lost")), len(lead.said("ranks_registered"))
+
+    def cut() -> None:
+        with fleet.wire.cut():
+            began = time.monotonic()
+            noticed = seconds_until(lambda: len(lead.said("rank_lost")) > lost, 20)
+            time.sleep(max(0.0, began + seconds - time.monotonic()))
+        back = seconds_until(lambda: len(lead.said("ranks_registered")) > registered, 30)
+        print(f"cut for {seconds} s: noticed after {noticed:.1f} s, back {back:.1f} s after it")
+
+    with_traffic(fleet, cut)
+    entry = lead.said("rank_lost")[lost]
+    print(f"requests given to the other replica: {entry['requests']}")
+    assert entry["cause"] == "its connection broke"
+    assert len(lead.said("rank_lost")) == lost + 1
+    assert "registering_again" in fleet.far.log
+    serves_again(fleet)
+
+
+def serves_again(fleet: Fleet) -> None:
+    """The replica on the second host gets requests, and answers them."""
+    registered = len(fleet.coordinator.said("ranks_registered"))
+    fleet.near.worker.suspend()
+    try:
+        with_traffic(fleet, lambda: None)
+    finally:
+        fleet.near.worker.resume()
+    seconds_until(lambda: len(fleet.coordinator.said("ranks_registered")) > registered, 30)
+
+
+@pytest.mark.parametrize(("delay", "loss"), [(0.05, 0.0), (0.02, 0.05)])
+def test_a_slow_network_that_loses_packets_costs_no_request(fleet, delay, loss):
+    lost = len(fleet.coordinator.said("rank_lost"))
+
+    def disturb() -> None:
+        with fleet.wire.disturbed(delay, loss):
+            time.sleep(6)
+
+    with_traffic(fleet, disturb)
+    breaks = len(fleet.coordinator.said("rank_lost")) - lost
+    print(f"delay {delay:g} s, loss {loss:.0%}: the replica was lost {breaks} times")
+
+
+def test_one_job_of_two_nodes_serves(network, tmp_path):
+    """torchrun on each host, with the job's own coordinator on the first."""
+    first, second, _ = network
+    with ExitStack() as stack:
+        nodes = [
+            stack.enter_context(started(Job, tmp_path / host.name, node(n, first), host.run))
+            for n, host in enumerate((first, second))
+        ]
+        (url,) = nodes[0].await_ready()
+        assert url.startswith(f"http://{first.address}:")
+        with first.entered(), OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            answers = [complete(client, prompt) for prompt in PROMPTS[:6]]
+            assert [complete(client, prompt) for prompt in PROMPTS[:6]] == answers
+        for each in nodes:
+            each.process.send_signal(signal.SIGINT)
+        for each in nodes:
+            each.process.wait(timeout=30)
+    schedule = json.loads((nodes[0].folder / "schedule.json").read_text())
+    assert {record["rank_index"] for record in schedule["records"]} == {0, 1}
+
+
+def node(rank: int, first: Host) -> list:
+    """The command of one of two nodes."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={rank}"),
+        *("--nproc-per-node=1", f"--master-addr={first.address}", "--master-port=29400"),
+        *(TOOLS / "run_dynamic_text_generation_server.py", "--device=cpu", "--port=0"),
+        *("--host=0.0.0.0", "--frontend-replicas=1", "--url-file=urls.json"),
+        "--coordinator-schedule-output=schedule.json",
+    ]
+
+
+def complete(client: OpenAI, prompt: list[int]) -> list[int]:
+    """A greedy answer."""
+    completion = client.completions.create(
+        model="megatron", prompt=prompt, max_tokens=TOKENS, temperature=0
+    )
+    return completion.choices[0].generation_token_ids

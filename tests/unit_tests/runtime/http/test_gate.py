@@ -1,0 +1,173 @@
+"""The gate before the application, over the protocol and without sockets."""
+
+import asyncio
+import logging
+
+import pytest
+from http_line import Line, request
+
+from megatron.core.inference.coordinator.runtime.http import gate
+from megatron.core.inference.coordinator.runtime.http.access import ApiKeys
+from megatron.core.inference.coordinator.runtime.http.logs import Throttle
+
+KEY = {"Authorization": "Bearer sesame"}
+
+
+@pytest.fixture(autouse=True)
+def linger(monkeypatch):
+    monkeypatch.setattr(gate, "LINGER_S", 0.01)
+
+
+class App:
+    """Answers "{}" and notes which paths it was asked for; "/fault…" fails."""
+
+    def __init__(self):
+        self.asked = []
+
+    async def __call__(self, scope, receive, send):
+        self.asked.append(scope["path"])
+        if scope["path"] == "/fault":
+            raise KeyError("secret")
+        start = {"type": "http.response.start", "status": 200, "headers": []}
+        await send({**start, "headers": [(b"content-length", b"2")]})
+        if scope["path"] == "/faulty":
+            raise KeyError("secret")
+        await send({"type": "http.response.body", "body": b"{}", "more_body": False})
+
+
+def ask(path, headers=None, body=None, *, keys=("sesame",), method="POST", sent=None):
+    """The answer, the application and the line; `sent` replaces the request's bytes."""
+    app = App()
+
+    async def talk():
+        line = Line(gate.Gate(app, ApiKeys(keys), 1000, 3))
+        await line.send(sent or request(path, body, headers=headers, method=method))
+        await line.settle()
+        answers = line.answers([method])
+        await line.hang_up()
+        return answers, line
+
+    answers, line = asyncio.run(talk())
+    return (answers[0] if answers else None), app, line
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"Authorization": "Bearer"}, {"Authorization": "Bearer wrong"}, {"X-Api-Key": "sesame"}],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/start_profile", "/unknown"])
+def test_who_has_no_key_learns_how_to_send_one(path, headers):
+    answer, app, _ = ask(path, headers, {"prompt": "x"})
+    assert answer.status == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-frontend-replica"] == "3"
+    assert answer.body == {
+        "error": {
+            "message": "This server asks for an API key; send one of its keys as "
+            "'Authorization: Bearer <key>'.",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "invalid_api_key",
+        }
+    }
+    assert app.asked == []
+
+
+def test_who_has_one_passes():
+    answer, app, _ = ask("/v1/completions", KEY, {"prompt": "x"})
+    assert (answer.status, app.asked) == (200, ["/v1/completions"])
+    assert answer.headers.get("connection") != "close"
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/health"])
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_health_needs_no_key(path, method):
+    answer, app, _ = ask(path, method=method)
+    assert (answer.status, app.asked) == (200, [path])
+
+
+@pytest.mark.parametrize("path", ["/health/", "//health", "/healthx", "/v1/health/x", "/Health"])
+def test_nothing_else_passes_for_health(path):
+    assert ask(path)[0].status == 401
+
+
+def test_a_body_that_is_announced_too_large_is_not_read():
+    head = request("/", headers=KEY | {"Content-Length": str(10**12)})
+    answer, app, line = ask("/", sent=head)
+    assert answer.status == 413
+    assert answer.body["error"]["code"] == "request_too_large"
+    assert answer.headers["connection"] == "close"
+    assert app.asked == []
+    assert line.transport.closing
+
+
+@pytest.mark.parametrize("headers", [{}, KEY | {"Content-Length": str(10**12)}])
+def test_a_refused_body_is_left_where_it_is(headers):
+    async def talk():
+        line = Line(gate.Gate(App(), ApiKeys(["sesame"]), 1000))
+        await line.send(request("/", b"x" * 100, headers={"Content-Length": str(10**6)} | headers))
+        sent = 0
+        while line.transport.reading and not line.transport.closing:
+            await line.send(b"x" * 10_000)
+            sent += 10_000
+        while not line.transport.closing:
+            await asyncio.sleep(0)
+        return sent, len(line.answers())
+
+    sent, answers = asyncio.run(talk())
+    assert answers == 1
+    assert sent < 200_000  # what fits uvicorn's own buffer
+
+
+def test_a_refused_client_has_a_moment_to_read_the_answer(monkeypatch):
+    monkeypatch.setattr(gate, "LINGER_S", 0.2)
+
+    async def talk():
+        line = Line(gate.Gate(App(), ApiKeys(["sesame"]), 1000))
+        await line.send(request("/", headers={"Content-Length": "500"}))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        early = line.answers()[0].status, line.transport.closing
+        await asyncio.sleep(0.3)
+        return early, line.transport.closing
+
+    assert asyncio.run(talk()) == ((401, False), True)
+
+
+@pytest.mark.parametrize("target", ["?x", "*", "a:1"])
+def test_a_target_without_a_path_is_unknown(target):
+    answer, app, _ = ask(target, KEY, method="OPTIONS")
+    assert (answer.status, answer.body["error"]["code"]) == (404, "unknown_url")
+    assert app.asked == []
+
+
+def test_what_the_application_lets_escape_is_answered_and_logged(caplog):
+    answer, _, _ = ask("/fault", KEY)
+    assert (answer.status, answer.body["error"]["code"]) == (500, "internal_error")
+    assert b"secret" not in answer.data
+    assert "http_request_failed path='/fault'" in caplog.text
+
+
+def test_an_answer_that_breaks_off_ends_the_connection(caplog):
+    async def talk():
+        line = Line(gate.Gate(App(), ApiKeys(), 1000))
+        await line.send(request("/faulty", b"x"))
+        await line.settle()
+        return line.transport.closing
+
+    assert asyncio.run(talk())
+    assert "http_request_failed" in caplog.text
+
+
+def test_a_client_cannot_fill_the_log():
+    throttle, said = Throttle(), []
+    for _ in range(1000):
+        record = logging.LogRecord("x", logging.ERROR, "f.py", 7, "bad %s", ("request",), None)
+        said += [record.getMessage()] if throttle.filter(record) else []
+    assert said[:20] == ["bad request"] * 20
+    assert said[20:] == [f"bad request (times={2**n})" for n in range(5, 10)]
+    other = logging.LogRecord("x", logging.ERROR, "f.py", 8, "another", (), None)
+    assert throttle.filter(other)
+    info = logging.LogRecord("x", logging.INFO, "f.py", 7, "told", (), None)
+    assert all(throttle.filter(info) for _ in range(100))

@@ -1,0 +1,62 @@
+"""The tool from its arguments to what it writes."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from replay.experiment import compare
+from replay.options import described, parser, setting_of
+from replay.policies import Conditions, UnknownPolicy, parse_policies
+from replay.table import as_json, summary, write_json
+from replay.workload import InputError
+
+
+def main(description: str | None, argv: Sequence[str] | None = None) -> int:
+    """Run the tool.
+
+    Args:
+        description: What `--help` says.
+        argv: Arguments, without the program's name; those of the process by default.
+
+    Returns:
+        The exit code.
+    """
+    args = parser(description).parse_args(argv)
+    try:
+        return _claims(args) if args.claims else _compare(args)
+    except (InputError, UnknownPolicy) as error:
+        print(f"replay: {error}", file=sys.stderr)
+        return 2
+
+
+def _compare(args: argparse.Namespace) -> int:
+    conditions = Conditions(args.eviction, args.max_rank_requests)
+    policies = parse_policies(args.policies, conditions)
+    setting = setting_of(args)
+    comparison = compare(setting, policies, args.quiet)
+    print(summary(comparison))
+    if args.json:
+        write_json(args.json, as_json(comparison, described(setting)))
+        _say_written(args.json)
+    if args.html:
+        from replay.pages import write_page
+
+        write_page(args.html, comparison, described(setting))
+        _say_written(args.html)
+    return 0
+
+
+def _claims(args: argparse.Namespace) -> int:
+    from replay.claims import check, claims_table
+
+    setting = setting_of(args)
+    claims = check(setting, args.quiet)
+    print(claims_table(claims))
+    write_json(args.claims, [claim.as_json() for claim in claims])
+    _say_written(args.claims)
+    return 0
+
+
+def _say_written(path: Path) -> None:
+    print(f"\nwritten: {path}")

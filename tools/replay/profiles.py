@@ -1,0 +1,53 @@
+"""What a modelled replica can do, and how long its steps take."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The times and limits of one kind of replica.
+
+    A step that prefills P tokens beside N decoding requests with C context tokens among them takes
+    `step + prefill * P + decode * N + context * C` seconds.
+
+    Attributes:
+        name: What the command line calls it.
+        step: Seconds that any step takes.
+        prefill: Seconds for each token of prefill.
+        decode: Seconds for each request that decodes.
+        context: Seconds for each token of context of the requests that decode.
+        step_tokens: Tokens of prefill that one step takes at most.
+        max_requests: Requests that run at once.
+        block_size: Tokens in a cache block.
+        cache_tokens: Tokens that the block pool holds.
+        strict: Whether the pool also holds what is generated, and a request waits while the others
+            use so many blocks that it does not fit; if not, running requests may use more blocks
+            than there are, and only what nobody uses is bounded by what they leave.
+    """
+
+    name: str
+    step: float
+    prefill: float
+    decode: float
+    context: float
+    step_tokens: int = 8192
+    max_requests: int = 256
+    block_size: int = 16
+    cache_tokens: int = 500_000
+    strict: bool = True
+
+    @property
+    def total_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self.cache_tokens // self.block_size
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        # The profile of issue 6's reference points; its simulator lets requests overdraw the pool.
+        Profile("reference", 8e-3, 0.0667e-3, 0.12e-3, 0.03e-6, strict=False),
+        # The same times, and the pool as the engine manages it.
+        Profile("strict", 8e-3, 0.0667e-3, 0.12e-3, 0.03e-6),
+    )
+}
