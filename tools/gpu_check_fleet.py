@@ -18,6 +18,8 @@ from gpu_check_replica import OURS, ReplicaSettings, run_replica
 _LOG_LINES = 15
 _GRACE_SECONDS = 2.0
 
+_KEY_FILE = "MEGATRON_COORDINATOR_KEY_FILE"  # as in runtime/keys.py
+
 
 class FleetFailed(RuntimeError):
     """A replica ended or failed; the text says why and shows the end of its log."""
@@ -70,6 +72,8 @@ class Fleet:
         self._pipes: list[Connection] = []
 
     def __enter__(self) -> "Fleet":
+        # The replicas' coordinator writes its keys there, and this process's client reads them.
+        os.environ[_KEY_FILE] = str(self._folder / "coordinator_keys.json")
         context, environment = multiprocessing.get_context("spawn"), _environment(self._sizes)
         for rank in range(self._sizes.replicas):
             settings = ReplicaSettings(

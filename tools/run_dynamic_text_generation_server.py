@@ -226,12 +226,6 @@ def _check(args: argparse.Namespace, rank: int) -> None:
     if rank == 0 or args.frontend_on_all_ranks:  # no other rank needs them
         keys_from_args(args)
     _check_parsers(args.parsers)
-    joins = args.inference_coordinator_address is not None
-    if args.frontend_replicas < -1 or (args.frontend_replicas == 0 and not joins):
-        raise SettingsError(
-            f"--frontend-replicas is {args.frontend_replicas}; give 1 or more, or -1 for the "
-            "default"
-        )
     check_joining(args)
     url_file = args.url_file
     if url_file is not None and rank == 0:  # which writes it; its folder may be nowhere else

@@ -165,9 +165,9 @@ JOINED, JOINED_PAUSED, RETURNED, UNHUNG = 67, 71, 73, 79
 """Lengths of prompts by which the coordinator's schedule tells who answered them."""
 
 
-def new_requests(client: InferenceClient, length: int) -> list[asyncio.Future]:
+def new_requests(client: InferenceClient, length: int, tokens: int = 4) -> list[asyncio.Future]:
     """Submit requests that have nothing in common with others: all ranks get some of them."""
-    return [ask(client, [40 + n] * length, 4) for n in range(8)]
+    return [ask(client, [40 + n] * length, tokens) for n in range(8)]
 
 
 def test_a_job_that_joins_serves_within_5_seconds(fleet):
@@ -193,12 +193,15 @@ def test_a_job_that_joins_a_paused_fleet_is_paused_and_serves_when_it_goes_on(fl
         async with client_of(fleet.coordinator) as client:
             registered = fleet.count("ranks_registered")
             client.pause_engines()
-            fleet.gates["e"].open()
-            await until(lambda: fleet.count("ranks_registered") == registered + 1)
-            waiting = new_requests(client, JOINED_PAUSED)
-            await asyncio.sleep(1.5)
-            assert not any(future.done() for future in waiting)
-            client.unpause_engines()
+            try:
+                fleet.gates["e"].open()
+                await until(lambda: fleet.count("ranks_registered") == registered + 1)
+                # An engine that had something to do may go on for 20 steps before it stands still.
+                waiting = new_requests(client, JOINED_PAUSED, tokens=50)
+                await asyncio.sleep(1.5)
+                assert not any(future.done() for future in waiting)
+            finally:
+                client.unpause_engines()
             await answers(waiting)
 
     wait_for(lambda: "joining the coordinator" in fleet.jobs["e"].log, 120)

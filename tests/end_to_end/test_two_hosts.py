@@ -21,7 +21,7 @@ from jobs import TOOLS, Coordinator, Job, ask, client_of, coordinator, job, star
 from one_engine import PROMPTS
 from openai import OpenAI
 
-from megatron.core.inference.coordinator.runtime.client import InferenceClient
+from megatron.core.inference.coordinator.runtime.client import Disconnected, InferenceClient
 
 NO_NETWORK = hosts.missing()
 pytestmark = pytest.mark.skipif(NO_NETWORK is not None, reason=str(NO_NETWORK))
@@ -154,6 +154,41 @@ def serves_again(fleet: Fleet) -> None:
     finally:
         fleet.near.worker.resume()
     seconds_until(lambda: len(fleet.coordinator.said("ranks_registered")) > registered, 30)
+
+
+def test_a_client_behind_a_cut_is_told_at_once_and_comes_back_by_itself(fleet):
+    async def run() -> None:
+        with fleet.second.entered():
+            async with client_of(fleet.coordinator) as client:
+                (expected,) = await asyncio.gather(ask(client, PROMPTS[0], TOKENS))
+                with fleet.wire.cut():
+                    began = time.monotonic()
+                    with pytest.raises(Disconnected) as failed:
+                        await asyncio.wait_for(ask(client, PROMPTS[1], TOKENS), 20)
+                    noticed = time.monotonic() - began
+                    assert failed.value.retryable
+                    with pytest.raises(Disconnected):
+                        await ask(client, PROMPTS[1], TOKENS)
+                began = time.monotonic()
+                reply = await retried(client)
+                print(f"client: told after {noticed:.1f} s, ", end="")
+                print(f"served {time.monotonic() - began:.1f} s after the cut")
+                assert reply["generated_tokens"] == expected["generated_tokens"]
+
+    registered = len(fleet.coordinator.said("ranks_registered"))
+    asyncio.run(run())
+    seconds_until(lambda: len(fleet.coordinator.said("ranks_registered")) > registered, 30)
+
+
+async def retried(client: InferenceClient) -> dict:
+    """The answer to a request that is sent again until there is one."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return await asyncio.wait_for(ask(client, PROMPTS[0], TOKENS), 20)
+        except Disconnected:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize(("delay", "loss"), [(0.05, 0.0), (0.02, 0.05)])

@@ -18,8 +18,8 @@ SAMPLE_SECONDS = 0.25
 """How often the load of every replica is looked at."""
 
 _BREAK = pack_events([BREAK])
-_FEW_REPLICAS = 64
-"""Up to so many, every decision is compared with what all caches really hold."""
+_COMPARED_EVERY = 4
+"""Of so many decisions one is compared with what all caches really hold: that takes long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Simulation:
         self._route: Route = maker(self._replicas, seed)
         self._true_caches = true_caches
         self._progress = progress
-        self._compares = fleet.replicas <= _FEW_REPLICAS
+        self._placed = 0
         self._loads = [0] * fleet.replicas
         self._samples: list[list[int]] = []
         self._live: list[int] = []
@@ -144,7 +144,8 @@ class Simulation:
     def _place(self, placed: Sequence[Placed], now: float) -> None:
         for number, request in placed:
             request.replica = number
-            if self._compares and request.hashes:
+            self._placed += 1
+            if self._placed % _COMPARED_EVERY == 0:
                 self._compare(request)
             self._loads[number] += 1
             replica = self._replicas[number]
@@ -185,7 +186,7 @@ class Simulation:
 
     def _compare(self, request: Request) -> None:
         """Note whether another replica holds more of the prompt than the one chosen."""
-        chosen = request.replica
+        chosen, request.compared = request.replica, True
         own = self._replicas[chosen].cache.depth(request.hashes)
         best, holder = own, chosen
         for number, replica in enumerate(self._replicas):

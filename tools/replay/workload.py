@@ -103,6 +103,7 @@ class Request:
         first_token: When its first token was there.
         finished: When its last one was.
         cached_tokens: Tokens of prefill that were skipped.
+        compared: Whether the two below were looked at.
         passed_over: Cached tokens that another replica had more of.
         load_saved: Requests that this other replica had more than the one chosen.
     """
@@ -121,6 +122,7 @@ class Request:
     first_token: float = 0.0
     finished: float = 0.0
     cached_tokens: int = 0
+    compared: bool = False
     passed_over: int = 0
     load_saved: int = 0
 

@@ -17,7 +17,7 @@ from megatron.core.inference.inference_request import (
 )
 from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron.core.inference.coordinator.runtime import engine_start, engine_step
+from megatron.core.inference.coordinator.runtime import engine_endings, engine_start, engine_step
 from megatron.core.inference.coordinator.runtime.byte_tokenizer import ByteTokenizer
 from megatron.core.inference.coordinator.runtime.engine_end import EngineEnd
 
@@ -81,8 +81,8 @@ class DummyEngine:
     schedule_requests = engine_step.schedule_requests
     async_bookkeep = engine_step.async_bookkeep
     _handle_failed_request = engine_step.handle_failed_request
-    reset = engine_step.reset
-    shutdown = engine_step.shutdown
+    reset = engine_endings.reset
+    shutdown = engine_endings.shutdown
 
     def __init__(self, groups: Any = None, context: DummyContext | None = None):
         self.pg_collection = groups

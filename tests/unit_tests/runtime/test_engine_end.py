@@ -18,7 +18,12 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.lifecycle import FleetState, Signal
-from megatron.core.inference.coordinator.runtime import engine_end, engine_step, wire
+from megatron.core.inference.coordinator.runtime import (
+    engine_end,
+    engine_endings,
+    engine_step,
+    wire,
+)
 from megatron.core.inference.coordinator.runtime.byte_tokenizer import ByteTokenizer
 from megatron.core.inference.coordinator.runtime.engine_cache import EngineCache
 from megatron.core.inference.coordinator.runtime.engine_end import EngineEnd
@@ -28,7 +33,7 @@ from megatron.core.inference.coordinator.runtime.engine_signals import signals_t
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch) -> None:
     monkeypatch.setattr(engine_step, "_released_bookkeep", released_bookkeep)
-    monkeypatch.setattr(engine_step, "_released_reset", released_reset)
+    monkeypatch.setattr(engine_endings, "_released_reset", released_reset)
 
 
 @dataclass

@@ -30,7 +30,13 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.lifecycle import FleetState
-from megatron.core.inference.coordinator.runtime import engine_start, engine_step, sockets, wire
+from megatron.core.inference.coordinator.runtime import (
+    engine_endings,
+    engine_start,
+    engine_step,
+    sockets,
+    wire,
+)
 from megatron.core.inference.coordinator.runtime.client import InferenceClient
 from megatron.core.inference.coordinator.runtime.link import GRACE_SECONDS
 from megatron.core.inference.coordinator.runtime.process import CoordinatorDied, bind
@@ -91,7 +97,7 @@ def _made_up_groups(monkeypatch) -> None:
     )
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     monkeypatch.setattr(engine_step, "_released_bookkeep", released_bookkeep)
-    monkeypatch.setattr(engine_step, "_released_reset", released_reset)
+    monkeypatch.setattr(engine_endings, "_released_reset", released_reset)
     monkeypatch.setattr(engine_start, "_REGISTER_SECONDS", 5.0)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
@@ -597,7 +603,7 @@ def test_shutdown_of_an_engine_that_never_started_is_left_to_the_released_one(mo
     async def released(engine: DummyEngine) -> None:
         called.append(engine)
 
-    monkeypatch.setattr(engine_step, "_released_shutdown", released)
+    monkeypatch.setattr(engine_endings, "_released_shutdown", released)
     engine = DummyEngine()
     asyncio.run(engine.shutdown())
     assert called == [engine]

@@ -8,9 +8,9 @@ from megatron.core.inference.coordinator.index import PrefixIndex
 from megatron.core.inference.coordinator.kv_events import Change, segments
 from megatron.core.inference.coordinator.ledger import Ledger
 from megatron.core.inference.coordinator.lifecycle import FleetState
-from megatron.core.inference.coordinator.ranks import Rank, Ranks, name_of
+from megatron.core.inference.coordinator.ranks import Rank, Ranks, name_of, refusal
 from megatron.core.inference.coordinator.router import Router
-from megatron.core.inference.coordinator.settings import PROTOCOL_VERSION, CoordinatorSettings
+from megatron.core.inference.coordinator.settings import CoordinatorSettings
 
 LEFT = "it left"
 _ADVICE = {
@@ -127,13 +127,9 @@ class Fleet:
 
     def register(self, peer: bytes, message: m.Register, now: float) -> list[m.Effect]:
         """An engine offers itself."""
-        if message.version not in (None, PROTOCOL_VERSION):
-            return self._refuse(peer, f"protocol {message.version} is not {PROTOCOL_VERSION}")
-        if message.version is not None and message.max_requests < 1:
-            return self._refuse(peer, f"max_requests is {message.max_requests}")
-        size = self._settings.block_size_tokens
-        if message.version is not None and self._hashed and message.block_size != size:
-            return self._refuse(peer, _unlike(message.block_size, size))
+        reason = refusal(message, self._settings)
+        if reason is not None:
+            return self._refuse(peer, reason)
         if self._settings.deterministic and not self.dispatcher.opened:
             name = name_of(peer, message)  # whoever comes again takes the place of who he was
             self.joining = {p: r for p, r in self.joining.items() if name_of(p, r) != name}
@@ -286,15 +282,3 @@ class Fleet:
             if rank.events.asked and self.ranks.is_live(rank):
                 effects.append(m.Send(rank.peer, m.Resync()))
         return effects
-
-
-def _unlike(theirs: int, ours: int | None) -> str:
-    if not theirs:
-        return (
-            "it caches no prefixes, and the coordinator routes by them; start both with "
-            "--inference-dynamic-batching-prefix-caching, or both without"
-        )
-    return (
-        f"its cache blocks hold {theirs} tokens, and the coordinator's {ours}; start both with the "
-        "same --inference-dynamic-batching-block-size"
-    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from megatron.core.inference.coordinator.kv_events import EventStream
 from megatron.core.inference.coordinator.messages import Register
-from megatron.core.inference.coordinator.settings import CoordinatorSettings
+from megatron.core.inference.coordinator.settings import PROTOCOL_VERSION, CoordinatorSettings
 
 REMEMBERED = 4096
 """Replicas whose numbers are kept for when they come back; of more, those longest ago give way."""
@@ -149,3 +149,25 @@ def name_of(peer: bytes, register: Register) -> tuple[str, int]:
         return register.replica, register.dp_rank
     match = _RELEASED_IDENTITY.fullmatch(peer)
     return ("", int(match[1])) if match else (peer.hex(), 0)
+
+
+def refusal(register: Register, settings: CoordinatorSettings) -> str | None:
+    """Why an engine cannot be taken, and what to do about it; None if it can."""
+    size = settings.block_size_tokens
+    if register.version is None:  # a released one, which tells nothing of itself
+        return None
+    if register.version != PROTOCOL_VERSION:
+        return f"protocol {register.version} is not {PROTOCOL_VERSION}"
+    if register.max_requests < 1:
+        return f"max_requests is {register.max_requests}"
+    if not settings.hashed or register.block_size == size:
+        return None
+    if not register.block_size:
+        return (
+            "it caches no prefixes, and the coordinator routes by them; start both with "
+            "--inference-dynamic-batching-prefix-caching, or both without"
+        )
+    return (
+        f"its cache blocks hold {register.block_size} tokens, and the coordinator's {size}; start "
+        "both with the same --inference-dynamic-batching-block-size"
+    )

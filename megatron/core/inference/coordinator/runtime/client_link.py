@@ -59,6 +59,7 @@ class ClientLink:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.trouble: str | None = None
         self._failures = 0
+        self._ended_it = False  # this client ended the coordinator: nobody is to be warned
         self._context = zmq.Context()
         name = b"client-" + uuid.uuid4().bytes
         self._connection = Connection(self._context, address, name, self._credentials)
@@ -85,6 +86,7 @@ class ClientLink:
     def send(self, message: m.ToCoordinator) -> None:
         """Send a message."""
         socket = self._connection.socket
+        self._ended_it = self._ended_it or isinstance(message, m.Shutdown)
         socket.send_multipart(wire.encode(message))
         # Sending may swallow the one signal that something has arrived: look again.
         if self._loop is not None and int(socket.EVENTS) & zmq.POLLIN:
@@ -205,7 +207,8 @@ class ClientLink:
 
     def _lost(self, how: str) -> None:
         self.trouble = f"the connection to the coordinator at {self._address} {how}"
-        logger.warning("client_disconnected reason=%r", self.trouble)
+        level = logging.INFO if self._ended_it else logging.WARNING
+        logger.log(level, "client_disconnected reason=%r", self.trouble)
         self._lose(self.trouble)
 
     def _try_again_soon(self) -> None:

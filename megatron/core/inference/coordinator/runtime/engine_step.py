@@ -6,35 +6,22 @@ and asserts on input that it cannot run. Here one drain is handled strictly in o
 cannot be run is answered with an error.
 """
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine, EngineState
+from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 from megatron.core.inference.inference_request import Status
 
 from megatron.core.inference.coordinator import messages as m
-from megatron.core.inference.coordinator.lifecycle import Signal
 from megatron.core.inference.coordinator.runtime import admission, released, text, wire
 from megatron.core.inference.coordinator.runtime.engine_end import EngineEnd
+from megatron.core.inference.coordinator.runtime.engine_endings import drop_requests, leave
 from megatron.core.inference.coordinator.runtime.engine_signals import apply_signal, is_due
 
 _released_bookkeep = DynamicInferenceEngine.async_bookkeep
 _released_handle_failed = DynamicInferenceEngine._handle_failed_request
-_released_step = DynamicInferenceEngine.async_step
-_released_reset = DynamicInferenceEngine.reset
-_released_shutdown = DynamicInferenceEngine.shutdown
-
-_KEPT_OVER_A_RESET = (
-    "use_coordinator",
-    "state",
-    "_state_events",
-    "_cond",
-    "_generation_epoch",
-    "request_counter",
-)
 
 
 def schedule_requests(self: Any) -> int:
@@ -61,7 +48,7 @@ def schedule_requests(self: Any) -> int:
         _handle(self, end, message)
     end.tell_events()
     if end.drained and not self.requests:
-        _leave(self, end)
+        leave(self, end)
     return len(drained)
 
 
@@ -78,7 +65,7 @@ def _handle(engine: Any, end: EngineEnd, message: m.FromCoordinator) -> None:
             end.register_again()
             if not end.forsaken:
                 end.forsaken = True
-                _drop_requests(engine, end)
+                drop_requests(engine, end)
         case m.RegisterAck(weight_epoch=weight_epoch, state=state):
             end.asked_again_at = None
             end.forsaken = False
@@ -89,34 +76,6 @@ def _handle(engine: Any, end: EngineEnd, message: m.FromCoordinator) -> None:
             end.drained = True
         case m.Resync():
             end.cache.resync()
-
-
-def _drop_requests(engine: Any, end: EngineEnd) -> None:
-    """The coordinator gave this engine up, and its requests to others: do not compute them twice.
-
-    The released engine has no other way to do so than a reset, which empties its cache as well,
-    and which it cannot do while its memory is given back: then they are computed for nobody.
-    """
-    if engine.requests and engine.state not in (EngineState.SUSPENDING, EngineState.SUSPENDED):
-        fields = {"requests": len(engine.requests)}
-        end.events.write(m.Log("requests_dropped", fields, warning=True))
-        reset(engine)
-
-
-def _leave(engine: Any, end: EngineEnd) -> None:
-    """End the engine's loop: no request is left and none will come.
-
-    All ranks of a model-parallel group are here at the same step. Those of an expert-parallel group
-    compute together as long as one of them has a request, so they agree first, as for a pause.
-
-    Raises:
-        CancelledError: The loop ends.
-    """
-    if engine.ep_world_size == 1:
-        raise asyncio.CancelledError
-    if not end.stopping:
-        end.stopping = True
-        end.inbox.extend([m.Control(Signal.PAUSE), m.Control(Signal.STOP)])
 
 
 def _take_request(engine: Any, end: EngineEnd, message: m.EngineRequest) -> None:
@@ -267,55 +226,3 @@ def _answer(engine: Any, end: EngineEnd, record: Any) -> m.Answer:
             end.events.write(m.Log("reply_without_text", fields, warning=True, peer=b""))
     body = wire.pack(reply)
     return m.Answer(request_id, reply["status"], found.skipped, epoch, body, found.event_number)
-
-
-async def async_step(self: Any) -> Any:
-    """The released step; a reset that came in its middle is made up for at its end."""
-    end: EngineEnd | None = getattr(self, "_prefix_routing", None)
-    if end is None:
-        return await _released_step(self)
-    end.stepping = True
-    try:
-        return await _released_step(self)
-    finally:
-        end.stepping = False
-        if end.reset_due:
-            end.reset_due = False
-            reset(self)
-
-
-def reset(self: Any) -> None:
-    """The released reset; under a coordinator, what is in flight is answered with an error.
-
-    The engine stays what the coordinator told it to be, and its cache is told to be empty. In the
-    middle of a step it takes effect when the step is through.
-    """
-    end: EngineEnd | None = getattr(self, "_prefix_routing", None)
-    if end is None or not self.use_coordinator:
-        _released_reset(self)
-        return
-    if end.stepping:
-        end.reset_due = True
-        return
-    kept = {name: getattr(self, name) for name in _KEPT_OVER_A_RESET}
-    for request_id in list(self.requests):
-        end.cache.leave(request_id)
-        end.wants_text.discard(request_id)
-        if not end.forsaken:  # else somebody else has it
-            reply = released.failed_reply("the engine was reset", request_id=request_id)
-            body = wire.pack(reply)
-            end.reply([m.Answer(request_id, Status.FAILED.name, 0, end.cache.epoch, body)])
-        self.requests[request_id].future.cancel()
-    _released_reset(self)
-    vars(self).update(kept)
-    end.tell_events()
-
-
-async def shutdown(self: Any) -> None:
-    """The released shutdown, after our own good-bye."""
-    end: EngineEnd | None = getattr(self, "_prefix_routing", None)
-    if end is not None and end.link is not None:
-        if not end.link.socket.closed:
-            end.link.send(m.Disconnect())
-        end.link.close()
-    await _released_shutdown(self)

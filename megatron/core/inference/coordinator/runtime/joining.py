@@ -40,6 +40,11 @@ def check_joining(args: argparse.Namespace) -> None:
     seconds = args.inference_coordinator_drain_seconds
     if not 0 <= seconds < float("inf"):
         raise SettingsError(f"{_DRAIN_SECONDS} is {seconds:g}; give a number of 0 or more")
+    front_ends = args.frontend_replicas
+    if front_ends < -1 or (front_ends == 0 and address is None):
+        raise SettingsError(
+            f"--frontend-replicas is {front_ends}; give 1 or more, or -1 for the default"
+        )
     if address is None:
         return
     if re.fullmatch(r"tcp://.+:\d{1,5}", address) is None:

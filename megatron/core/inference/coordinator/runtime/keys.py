@@ -111,10 +111,8 @@ class KeyRing:
 
     def write(self, path: str | Path) -> None:
         """Write a key file of mode 0600; an older one is replaced."""
-        content = {"server": self.server} | {
-            role.value: pair.content for role, pair in self.pairs.items()
-        }
-        _write_private(path, content)
+        pairs = {role.value: pair.content for role, pair in self.pairs.items()}
+        _write_private(path, {"server": self.server} | pairs)
 
     @classmethod
     def read(cls, path: str | Path) -> "KeyRing":

@@ -93,6 +93,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 
     from megatron.core.inference.coordinator.runtime import (
         client,
+        engine_endings,
         engine_mending,
         engine_start,
         engine_step,
@@ -111,9 +112,9 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (DynamicInferenceEngine, "schedule_requests", engine_step.schedule_requests),
         (DynamicInferenceEngine, "async_bookkeep", engine_step.async_bookkeep),
         (DynamicInferenceEngine, "_handle_failed_request", engine_step.handle_failed_request),
-        (DynamicInferenceEngine, "async_step", engine_step.async_step),
-        (DynamicInferenceEngine, "reset", engine_step.reset),
-        (DynamicInferenceEngine, "shutdown", engine_step.shutdown),
+        (DynamicInferenceEngine, "async_step", engine_endings.async_step),
+        (DynamicInferenceEngine, "reset", engine_endings.reset),
+        (DynamicInferenceEngine, "shutdown", engine_endings.shutdown),
         (DynamicInferenceContext, _RESUME, engine_mending.resume_paused_requests),
         *_http_replacements(),
     ]

@@ -81,7 +81,7 @@ def router(context: zmq.Context, max_frame_bytes: int = -1) -> zmq.Socket:
 
 
 class Mailbox:
-    """Whole messages in and out of a ROUTER, at a third of the cost of pyzmq's multipart calls.
+    """Whole messages in and out of a ROUTER, at half the cost of pyzmq's multipart calls.
 
     Nothing large is copied: frames of more than 8 KB come as the `zmq.Frame` that libzmq received
     them in, and are sent on as such. Smaller ones are bytes, which cost less.
