@@ -12,7 +12,7 @@ import pytest
 from live_coordinator import SECONDS, Running
 from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron.core.inference.coordinator.runtime import client_link, keys
+from megatron.core.inference.coordinator.runtime import keys
 from megatron.core.inference.coordinator.runtime.client import (
     CoordinatorUnreachable,
     Disconnected,
@@ -211,26 +211,3 @@ def test_a_client_that_is_not_let_in_is_told(ring, stranger):
         ring(coordinator.address, stranger)
         with pytest.raises(CoordinatorUnreachable, match=f"keys .* {keys.KEY_FILE_VARIABLE} names"):
             asyncio.run(connect(coordinator.address))
-
-
-def test_keys_that_have_changed_are_read_again(ring, stranger, monkeypatch):
-    """Until they are the right ones."""
-    monkeypatch.setattr(client_link, "_AGAIN_SECONDS", 0.05)
-    monkeypatch.setattr(client_link, "_FAILURES", 2)
-    first, second = keys.Lock.generate(), keys.Lock.generate()
-
-    async def connect_and_come_back(coordinator: Restarted) -> None:
-        client = connected(coordinator.address)
-        await served_again(client)
-        coordinator.end()
-        ring(coordinator.address, stranger)
-        coordinator.start(fleet=NOW, lock=second)
-        await asyncio.sleep(1)
-        assert isinstance(await failure(ask(client)), Disconnected)
-        ring(coordinator.address, second.ring)
-        await served_again(client)
-        client.stop()
-
-    with restarted(fleet=NOW, lock=first) as coordinator:
-        ring(coordinator.address, first.ring)
-        asyncio.run(connect_and_come_back(coordinator))
