@@ -103,6 +103,7 @@ def missing() -> str | None:
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host, Wire]]:
     """Two hosts and the wire; all is taken down at the end."""
+    _sweep()
     names = [f"test-{os.getpid()}-{part}" for part in ("a", "b", "wire")]
     hosts = [Host(names[n], f"10.77.0.{n + 1}", f"veth-{'ab'[n]}") for n in (0, 1)]
     ends = ["wire-a", "wire-b"]
@@ -129,6 +130,13 @@ def two_hosts() -> Iterator[tuple[Host, Host, Wire]]:
         assert relay.stdin is not None
         stack.callback(relay.stdin.close)  # which ends it
         yield hosts[0], hosts[1], Wire(names[2], ends, relay)
+
+
+def _sweep() -> None:
+    """Take down what tests that were killed have left behind."""
+    for left in Path("/run/netns").glob("test-*-*"):
+        if not Path("/proc", left.name.split("-")[1]).exists():
+            _ip("netns", "delete", left.name)
 
 
 def _ip(*arguments: str) -> None:

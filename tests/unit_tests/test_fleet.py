@@ -48,12 +48,24 @@ def test_an_engine_that_joins_later_learns_what_happened_before():
     fleet.tell(CLIENT, m.Control(Signal.SET_GENERATION_EPOCH, (9,)))
     fleet.signal(Signal.PAUSE, Signal.SUSPEND)
     effects = fleet.tell(b"late", make_register(1))
-    assert effects == [m.Send(b"late", m.RegisterAck(1, 1, 1, SUSPENDED)), registered(2)]
+    assert effects == [
+        m.Send(b"late", m.RegisterAck(1, 1, 1, SUSPENDED)),
+        m.Send(b"late", m.Control(Signal.SET_GENERATION_EPOCH, (9, 1))),
+        registered(2),
+    ]
 
 
 def test_a_released_engine_gets_no_acknowledgement():
     effects = Fleet(eviction=LRU).tell(b"mp-coord-0", stock_register())
     assert effects == [registered(1)]
+
+
+def test_a_released_engine_that_joins_later_learns_the_generation_epoch():
+    fleet = Fleet(1, eviction=LRU)
+    fleet.tell(CLIENT, m.Control(Signal.SET_GENERATION_EPOCH, (0,)))
+    effects = fleet.tell(b"mp-coord-0", stock_register())
+    signal = m.Control(Signal.SET_GENERATION_EPOCH, (0, 1))
+    assert effects == [m.Send(b"mp-coord-0", signal), registered(2)]
 
 
 def test_a_released_engine_has_the_settings_places_and_eviction():

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import zmq
 from live_coordinator import SECONDS, Running
 from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron.core.inference.coordinator.runtime import keys
+from megatron.core.inference.coordinator.runtime import client_link, keys
 from megatron.core.inference.coordinator.runtime.client import (
     CoordinatorUnreachable,
     Disconnected,
@@ -211,3 +212,49 @@ def test_a_client_that_is_not_let_in_is_told(ring, stranger):
         ring(coordinator.address, stranger)
         with pytest.raises(CoordinatorUnreachable, match=f"keys .* {keys.KEY_FILE_VARIABLE} names"):
             asyncio.run(connect(coordinator.address))
+
+
+def test_keys_that_have_changed_are_read_again(ring, stranger, monkeypatch):
+    """Until they are the right ones."""
+    monkeypatch.setattr(client_link, "_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(client_link, "_FAILURES", 2)
+    first, second = keys.Lock.generate(), keys.Lock.generate()
+
+    async def connect_and_come_back(coordinator: Restarted) -> None:
+        client = connected(coordinator.address)
+        await served_again(client)
+        coordinator.end()
+        ring(coordinator.address, stranger)
+        coordinator.start(fleet=NOW, lock=second)
+        await asyncio.sleep(1)
+        assert isinstance(await failure(ask(client)), Disconnected)
+        ring(coordinator.address, second.ring)
+        await served_again(client)
+        client.stop()
+
+    with restarted(fleet=NOW, lock=first) as coordinator:
+        ring(coordinator.address, first.ring)
+        asyncio.run(connect_and_come_back(coordinator))
+
+
+def test_sending_over_a_connection_that_is_refused_waits_for_nobody(ring):
+    """A DEALER that was refused has nowhere to put a message."""
+
+    async def send(address: str, other: keys.KeyRing) -> None:
+        client = connected(address)
+        coordinator.end()
+        ring(address, other)
+        coordinator.start(lock=second)
+        connection = client._link._connection
+        deadline = time.monotonic() + SECONDS
+        while connection.socket.poll(0, zmq.POLLOUT) or client._link.trouble is None:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.002)
+        client.pause_engines()
+        client.stop()
+
+    first, second = keys.Lock.generate(), keys.Lock.generate()
+    stranger = keys.KeyRing(second.own.public, keys.Lock.generate().ring.pairs)
+    with restarted(lock=first) as coordinator:
+        ring(coordinator.address, first.ring)
+        asyncio.run(send(coordinator.address, stranger))

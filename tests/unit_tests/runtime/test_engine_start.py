@@ -450,6 +450,7 @@ def test_who_joins_a_paused_fleet_is_paused_and_serves_once_the_fleet_goes_on(tp
         await until(lambda: live.loop.core.fleet.state is FleetState.PAUSED)
         with started(engines, coordinator_address=address):
             await until(lambda: all(e.state is EngineState.PAUSED for e in engines))
+            await until(lambda: all(e._generation_epoch == 7 for e in engines))
             states.append([e.end.cache.epoch for e in engines])
             future = client.add_request([1, 2, 3], SamplingParams(termination_id=-1))
             await until(lambda: all(e.requests for e in engines))

@@ -53,7 +53,6 @@ class Coordinator:
         self.settings = settings
         self.fleet = Fleet(settings)
         self._clients: dict[bytes, m.Connect] = {}
-        self._generation_epoch: Any = None
         self._ticks = 0
         self._handlers: dict[type, Handler] = {
             m.Connect: self._connect,
@@ -152,9 +151,9 @@ class Coordinator:
     def _begin_epoch_if_due(self, signal: Signal, args: tuple[Any, ...]) -> None:
         """A generation epoch may be told again; a resume after a suspend always counts."""
         if signal is Signal.SET_GENERATION_EPOCH:
-            if args[0] == self._generation_epoch:
+            if args[0] == self.fleet.generation_epoch:
                 return
-            self._generation_epoch = args[0]
+            self.fleet.generation_epoch = args[0]
         self.fleet.begin_epoch()
 
     def _shutdown(self, peer: bytes, message: m.Shutdown, now: float) -> list[m.Effect]:

@@ -7,7 +7,7 @@ from megatron.core.inference.coordinator.dispatch import Dispatcher
 from megatron.core.inference.coordinator.index import PrefixIndex
 from megatron.core.inference.coordinator.kv_events import Change, segments
 from megatron.core.inference.coordinator.ledger import Ledger
-from megatron.core.inference.coordinator.lifecycle import FleetState
+from megatron.core.inference.coordinator.lifecycle import FleetState, Signal
 from megatron.core.inference.coordinator.ranks import Rank, Ranks, name_of, refusal
 from megatron.core.inference.coordinator.router import Router
 from megatron.core.inference.coordinator.settings import CoordinatorSettings
@@ -48,6 +48,7 @@ class Fleet:
 
     Attributes:
         state: What the engines were last told to be.
+        generation_epoch: The last one that they were told; None before the first.
         ranks: The replicas.
         ledger: The requests.
         index: What the ranks hold.
@@ -59,6 +60,7 @@ class Fleet:
     def __init__(self, settings: CoordinatorSettings):
         self._settings = settings
         self.state = FleetState.RUNNING
+        self.generation_epoch: int | None = None
         self.ranks = Ranks(settings)
         self.ledger = Ledger()
         self.index = PrefixIndex(settings.routing.ttl_seconds)
@@ -158,6 +160,9 @@ class Fleet:
                 rank.number, rank.generation, self.weight_epoch, self.state
             )
             effects.append(m.Send(peer, acknowledgement))
+        if self.generation_epoch is not None:  # which its answers are stamped with
+            args = self.generation_epoch, self.weight_epoch
+            effects.append(m.Send(peer, m.Control(Signal.SET_GENERATION_EPOCH, args)))
         effects.append(self._progress(len(self.ranks)))
         if self._hashed and not rank.retains and not self._advised:
             self._advised = True

@@ -85,11 +85,10 @@ class ClientLink:
 
     def send(self, message: m.ToCoordinator) -> None:
         """Send a message."""
-        socket = self._connection.socket
         self._ended_it = self._ended_it or isinstance(message, m.Shutdown)
-        socket.send_multipart(wire.encode(message))
+        self._connection.send(wire.encode(message))
         # Sending may swallow the one signal that something has arrived: look again.
-        if self._loop is not None and int(socket.EVENTS) & zmq.POLLIN:
+        if self._loop is not None and int(self._connection.socket.EVENTS) & zmq.POLLIN:
             self._loop.call_soon_threadsafe(self._on_readable)
 
     def close(self) -> None:
@@ -216,7 +215,7 @@ class ClientLink:
         self._loop.call_later(_AGAIN_SECONDS, self._try_again)
 
     def _try_again(self) -> None:
-        if not self.closed:
+        if not self.closed and self.trouble is not None:
             self._ignore()
             self._connection.renew()
             self.send(self._greeting)

@@ -1,11 +1,13 @@
 """A connection to a coordinator: a DEALER socket, another one each time that it breaks."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from enum import Enum, auto
 
 import zmq
 
+from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.runtime import sockets
 from megatron.core.inference.coordinator.runtime.keys import Credentials
 
@@ -75,6 +77,15 @@ class Connection:
         self._open_sockets: list[zmq.Socket] = []
         weakref.finalize(self, _close_all, self._open_sockets)
         self._open()
+
+    def send(self, frames: Sequence[m.Body]) -> None:
+        """Send a message, or keep it until the connection stands; never waits.
+
+        It is lost where the connection was refused, which `changes` tells: a DEALER has nowhere to
+        put it then, and would wait for ever.
+        """
+        with suppress(zmq.Again):
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
 
     def changes(self) -> Iterator[Change]:
         """What has happened since it was last asked, in order."""

@@ -96,7 +96,7 @@ class CoordinatorLink:
 
     def send(self, message: m.ToCoordinator) -> None:
         """Send a message."""
-        self.socket.send_multipart(wire.encode(message))
+        self._connection.send(wire.encode(message))
 
     def check(self) -> bool:
         """Look after the connection; one that broke is replaced.
