@@ -4,7 +4,7 @@ READY := .venv/.ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve rollouts test bench replay claims lint format wheel-test clean
+.PHONY: help setup serve rollouts test bench replay claims campaign lint format wheel-test clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ rollouts: $(READY)  ## an RL loop on the CPU: rollouts on 2 served replicas, upd
 
 test: $(READY)  ## run all tests
 	@$(PYTHON) -m pytest $(ARGS)
+
+campaign: $(READY)  ## load, and a fault every 10 s, for 2 minutes: nothing may be lost (ARGS="--minutes 30")
+	@nice $(PYTHON) tools/campaign $(ARGS)
 
 bench: $(READY)  ## measure the coordinator beside the released one (ARGS=--quick: under a minute)
 	@$(PYTHON) tools/bench_coordinator.py $(ARGS)

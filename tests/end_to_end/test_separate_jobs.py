@@ -28,6 +28,7 @@ from openai import OpenAI
 from megatron.core.inference.coordinator.runtime.client import InferenceClient
 
 HUNG_SECONDS = 8
+SILENT = f"no sign of life for {HUNG_SECONDS} s"
 HUNG = f"--inference-coordinator-hung-timeout={HUNG_SECONDS}"
 NO_FRONT_END = "--frontend-replicas=0"
 ANSWER_SECONDS = 60
@@ -210,7 +211,8 @@ def test_a_job_that_joins_a_paused_fleet_is_paused_and_serves_when_it_goes_on(fl
 
 @contextmanager
 def stopped(process: psutil.Process) -> Iterator[None]:
-    """All threads of a process stand still: its connections break."""
+    """All threads of a process stand still. The kernel goes on to acknowledge what it gets: its
+    connections break only if the last that it sent was a ping (ZMTP TTL)."""
     process.suspend()
     try:
         yield
@@ -234,14 +236,14 @@ def hung(process: psutil.Process) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("stand_still", "cause", "length"),
+    ("stand_still", "causes", "length"),
     [
-        (stopped, "its connection broke", RETURNED),
-        (hung, f"no sign of life for {HUNG_SECONDS} s", UNHUNG),
+        (stopped, ["its connection broke", SILENT], RETURNED),
+        (hung, [SILENT], UNHUNG),
     ],
 )
 def test_a_job_that_stands_still_is_served_by_others_and_comes_back(
-    fleet, stand_still, cause, length
+    fleet, stand_still, causes, length
 ):
     async def run() -> None:
         async with client_of(fleet.coordinator) as client:
@@ -250,7 +252,7 @@ def test_a_job_that_stands_still_is_served_by_others_and_comes_back(
             await asyncio.sleep(0.15)
             with stand_still(fleet.jobs["c"].worker):
                 assert await answers(running) == fleet.answers
-                assert fleet.coordinator.said("rank_lost")[lost]["cause"] == cause
+                assert fleet.coordinator.said("rank_lost")[lost]["cause"] in causes
                 registered = fleet.count("ranks_registered")
             await until(lambda: fleet.count("ranks_registered") == registered + 1)
             await answers(new_requests(client, length))

@@ -103,9 +103,22 @@ def engine_request(request_id: int, epoch: int = 0) -> m.EngineRequest:
     return m.EngineRequest(request_id, epoch, SAMPLING, PROMPT)
 
 
-def registered(count: int, expected: int | None = None) -> m.Log:
-    """What is logged when so many are registered; all that are expected unless it says more."""
-    return m.Log("ranks_registered", {"registered": count, "expected": expected or count})
+class _AtLeast(dict):
+    """Equals what holds all this, and maybe more."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, dict) and self.items() <= other.items()
+
+
+def registered(count: int, expected: int | None = None, **who: Any) -> m.Log:
+    """What is logged when so many are registered; all that are expected unless it says more.
+
+    It also says who registered, which is compared where it is given.
+    """
+    fields = {"registered": count, "expected": expected or count}
+    return m.Log("ranks_registered", _AtLeast(fields | who))
 
 
 def lost(rank: int, cause: str, requests: int) -> m.Log:

@@ -129,7 +129,7 @@ def test_help_of_the_fleet_tells_default_and_range(parser):
     ends = {
         "max_retries": "until the answer; 0 keeps none. Must be 0 or more. Default: 1.",
         "replica_wait": "answered with an error. Must be 0 or more. Default: 60.0.",
-        "hung_timeout": "paused or suspended. Must be 0.1 or more. Default: 120.0.",
+        "hung_timeout": "paused or suspended. Must be 3 or more. Default: 120.0.",
         "max_inflight_requests": "(HTTP 429). Must be 1 or more. Default: 100000.",
         "max_inflight_bytes": "and parameters. Must be 1 or more. Default: 8589934592.",
         "max_frame_bytes": "its connection. Must be 65536 or more. Default: 268435456.",
@@ -145,7 +145,7 @@ def test_help_of_the_fleet_tells_default_and_range(parser):
     [
         ("max-retries", "-1", "is -1; give a whole number 0 or more"),
         ("replica-wait", "nan", "is nan; give a number 0 or more"),
-        ("hung-timeout", "0", "is 0.0; give a number 0.1 or more"),
+        ("hung-timeout", "0", "is 0.0; give a number 3 or more: .*"),
         ("max-inflight-requests", "0", "is 0; give a whole number 1 or more"),
         ("max-inflight-bytes", "0", "is 0; give a whole number 1 or more"),
         ("max-frame-bytes", "9", "is 9; give a whole number 65536 or more"),

@@ -26,6 +26,7 @@ from megatron.core.inference.coordinator.core import Coordinator
 from megatron.core.inference.coordinator.hashing import pack_hashes
 from megatron.core.inference.coordinator.kv_events import BREAK, CLEARED, pack_events
 from megatron.core.inference.coordinator.lifecycle import FleetState, Signal
+from megatron.core.inference.coordinator.policies import PrefixCachingCostPolicy
 
 SEEDS, MESSAGES = 50, 2000
 ENGINES = [b"e0", b"e1", b"e2", b"e3", b"mp-coord-4", b"mp-coord-5"]
@@ -58,7 +59,6 @@ class Row:
         peer: The engine that has it; None while it waits.
         request_id: What that engine knows it by.
         tries: How many engines got it.
-        turn: Its place in the order in which requests began to wait, or were given to engines.
         since: When, on the fleet's clock, it began to wait, or the last live rank was gone.
     """
 
@@ -67,7 +67,6 @@ class Row:
     peer: bytes | None = None
     request_id: int | None = None
     tries: int = 0
-    turn: int = 0
     since: float | None = None
 
 
@@ -98,9 +97,7 @@ class Campaign:
             burst_cap=rng.choice([0, 2]),
             ttl_seconds=20.0,
             coordinator_policy=rng.choice(["longest_prefix", "first_prefix_block"]),
-            cost_policy=rng.choice(
-                ["relative_load_weighted", "free_capacity_weighted", "prefill_work"]
-            ),
+            cost_policy=rng.choice([*PrefixCachingCostPolicy]),
             eviction=rng.choice([LRU, REF_ZERO]),
             trace=rng.random() < 0.5,
             max_retries=rng.choice([0, 1, 2]),
@@ -114,7 +111,7 @@ class Campaign:
         self.core = Coordinator(settings)
         self.fleet = self.core.fleet
         self.now = self.clock = 0.0
-        self.asked = self.told = self.turns = 0
+        self.asked = self.told = 0
         self.rows = {}
         self.connected = set()
         self.ranks = {}
@@ -185,11 +182,7 @@ class Campaign:
         if full or (self.rows and size + message.size > limits.max_inflight_bytes):
             self.refused = message.client_request_id
         else:
-            self.rows[message.client_request_id] = Row(peer, message.size, turn=self.next_turn())
-
-    def next_turn(self):
-        self.turns += 1
-        return self.turns
+            self.rows[message.client_request_id] = Row(peer, message.size)
 
     def logged(self, log):
         self.met[log.event] += 1
@@ -203,12 +196,12 @@ class Campaign:
         self.met["hung"] += hung
         self.met["left while draining"] += log.event == "rank_left" and peer in self.draining
         self.draining.discard(peer)
-        theirs = [(row.turn, name) for name, row in self.rows.items() if row.peer == peer]
+        theirs = [name for name, row in self.rows.items() if row.peer == peer]
         assert len(theirs) == log.fields["requests"]
-        for _, name in sorted(theirs):
+        for name in theirs:
             row = self.rows[name]
             self.stale.setdefault(peer, []).append(row.request_id)
-            row.peer, row.request_id, row.turn = None, None, self.next_turn()
+            row.peer = row.request_id = None
             if row.client is None:
                 del self.rows[name]
 
@@ -219,13 +212,14 @@ class Campaign:
                 self.failed(name, effect, cause)
             case m.EngineRequest(request_id=request_id, prompt=prompt):
                 row = self.rows[int(prompt)]
-                assert row.turn == min(r.turn for r in self.rows.values() if r.peer is None)
+                waiting = (name for name, r in self.rows.items() if r.peer is None)
+                assert int(prompt) == min(waiting), "first come first served"
                 assert row.client is not None
                 assert request_id not in self.names
                 assert effect.peer not in self.draining
                 self.names[request_id] = int(prompt)
                 row.peer, row.request_id, row.since = effect.peer, request_id, None
-                row.tries, row.turn = row.tries + 1, self.next_turn()
+                row.tries += 1
                 self.met["tried again"] += row.tries > 1
                 assert row.tries <= 1 + self.limits.max_retries
                 self.met["after a wait"] += not isinstance(cause, m.SubmitRequest)

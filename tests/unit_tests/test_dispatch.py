@@ -365,19 +365,31 @@ def test_equal_requests_follow_one_another_up_to_the_limit():
     assert fleet.tell(b"0", replies(0))[1:] == [m.Send(b"0", engine_request(6))]
 
 
-def test_the_requests_of_a_lost_rank_wait_behind_those_that_waited_already():
+def test_the_requests_of_a_lost_rank_wait_before_those_that_came_later():
     fleet = Fleet(2, max_rank_requests=1)
     fleet.submit("a", "b", "c")
     assert fleet.tell(b"0", m.PeerLost()) == [lost(0, "its connection broke", 1)]
     assert fleet.tell(b"1", replies(1)) == [
         m.Send(CLIENT, m.Reply("b", BODY)),
-        m.Send(b"1", engine_request(2)),
-    ]
-    assert fleet.tell(b"1", replies(2)) == [
-        m.Send(CLIENT, m.Reply("c", BODY)),
         m.Send(b"1", engine_request(3)),
     ]
-    assert fleet.tell(b"1", replies(3)) == [m.Send(CLIENT, m.Reply("a", BODY))]
+    assert fleet.tell(b"1", replies(3)) == [
+        m.Send(CLIENT, m.Reply("a", BODY)),
+        m.Send(b"1", engine_request(2)),
+    ]
+    assert fleet.tell(b"1", replies(2)) == [m.Send(CLIENT, m.Reply("c", BODY))]
+
+
+def test_the_requests_of_several_lost_ranks_wait_in_the_order_in_which_they_came():
+    fleet = Fleet(3, max_rank_requests=2)
+    fleet.submit("a", "b", "c", "d", "e", "f", "g")
+    assert fleet.tell(b"1", m.PeerLost()) == [lost(1, "its connection broke", 2)]  # b, e
+    assert fleet.tell(b"0", m.PeerLost()) == [lost(0, "its connection broke", 2)]  # a, d
+    given: list[int] = []
+    for answered in ([2, 5], [9, 7], [10, 8]):
+        effects = sends(fleet.tell(b"2", replies(*answered)))
+        given += [e.message.request_id for e in effects if e.peer == b"2"]
+    assert given == [9, 7, 10, 8, 6]  # a, b, d, e, g
 
 
 def test_who_waits_for_a_place_waits_without_end_while_there_is_a_rank():

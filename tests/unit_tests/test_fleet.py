@@ -35,12 +35,13 @@ def test_an_engine_is_told_its_number_generation_epoch_and_the_state():
     fleet = Fleet(expected_ranks=2)
     assert fleet.tell(b"a", make_register(3)) == [
         m.Send(b"a", m.RegisterAck(0, 1, 0, RUNNING)),
-        registered(1, 2),
+        registered(1, 2, rank=0, generation=1, replica="job", dp_rank=3),
     ]
     assert fleet.tell(b"b", make_register(1)) == [
         m.Send(b"b", m.RegisterAck(1, 1, 0, RUNNING)),
-        registered(2),
+        registered(2, rank=1, generation=1, replica="job", dp_rank=1),
     ]
+    assert registered(2, rank=0, generation=2) in fleet.tell(b"a", make_register(3))
 
 
 def test_an_engine_that_joins_later_learns_what_happened_before():

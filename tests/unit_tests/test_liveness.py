@@ -216,6 +216,25 @@ def test_signals_that_change_nothing_leave_the_clock_alone():
     assert logs(fleet.tick(64.1)) == ["rank_lost", "no_rank_left"]
 
 
+def test_silence_does_not_count_while_the_coordinator_itself_stood_still():
+    fleet = Fleet(1, hung_timeout=10.0)
+    fleet.tick(4.0)
+    fleet.now = 304.0
+    assert logs(fleet.tell(b"", m.Tick(stood_still=299.0))) == []
+    assert logs(fleet.tick(309.0)) == []  # 5 s before it and 5 s after
+    assert logs(fleet.tick(309.1)) == ["rank_lost", "no_rank_left"]
+
+
+def test_a_pause_takes_the_standstill_in():
+    fleet = Fleet(1, hung_timeout=10.0)
+    fleet.signal(Signal.PAUSE)
+    fleet.now = 300.0
+    fleet.tell(b"", m.Tick(stood_still=299.0))
+    fleet.signal(Signal.UNPAUSE)
+    assert logs(fleet.tick(310.0)) == []
+    assert logs(fleet.tick(310.1)) == ["rank_lost", "no_rank_left"]
+
+
 def test_the_fleets_clock_by_itself():
     clock = FleetClock()
     assert clock.read(5.0) == 5.0

@@ -74,7 +74,7 @@ def test_the_readme_shows_the_table_of_the_options():
 def test_the_readme_shows_the_table_of_the_fleet():
     table = FleetSettings.markdown_table()
     assert len(table.splitlines()) == 2 + len(FleetSettings.options())
-    assert "| `…-hung-timeout` | `120.0` (0.1 or more) | " in table
+    assert "| `…-hung-timeout` | `120.0` (3 or more) | " in table
     assert table in README.read_text()
 
 
@@ -143,7 +143,7 @@ def test_values_in_range_are_taken_and_converted(name, given, value):
             "cost_policy",
             "free",
             "cost-policy is 'free'; it must be one of relative_load_weighted, "
-            "free_capacity_weighted, prefill_work",
+            "free_capacity_weighted, prefill_work, added_delay",
         ),
     ],
 )
@@ -157,7 +157,7 @@ def test_a_wrong_value_is_refused_with_its_flag_and_what_to_do(name, value, mess
     [
         ("max_retries", "0 or more"),
         ("replica_wait", "0 or more"),
-        ("hung_timeout", "0.1 or more"),
+        ("hung_timeout", "3 or more"),
         ("max_inflight_requests", "1 or more"),
         ("max_inflight_bytes", "1 or more"),
         ("max_frame_bytes", "65536 or more"),
@@ -176,7 +176,7 @@ def test_a_range_of_the_fleet_in_words(name, text):
         ("max_retries", 2.0, 2),
         ("replica_wait", 0, 0.0),
         ("replica_wait", "2.5", 2.5),
-        ("hung_timeout", 0.1, 0.1),
+        ("hung_timeout", 3, 3.0),
         ("hung_timeout", 5, 5.0),
         ("max_inflight_requests", 1, 1),
         ("max_inflight_bytes", 1, 1),
@@ -202,8 +202,13 @@ def test_values_of_the_fleet_in_range_are_taken_and_converted(name, given, value
         ("replica_wait", -0.1, "replica-wait is -0.1; give a number 0 or more"),
         ("replica_wait", float("inf"), "replica-wait is inf; give a number 0 or more"),
         ("replica_wait", float("nan"), "replica-wait is nan; give a number 0 or more"),
-        ("hung_timeout", 0, "hung-timeout is 0; give a number 0.1 or more"),
-        ("hung_timeout", float("inf"), "hung-timeout is inf; give a number 0.1 or more"),
+        (
+            "hung_timeout",
+            2.9,
+            "hung-timeout is 2.9; give a number 3 or more: replicas are asked for a sign of life "
+            "once a second",
+        ),
+        ("hung_timeout", float("inf"), "hung-timeout is inf; give a number 3 or more: .*"),
         (
             "max_inflight_requests",
             0,
@@ -225,7 +230,7 @@ def test_the_fleets_from_mapping_takes_its_own_names_alone():
     values = {
         "max_retries": 2,
         "inference_coordinator_replica_wait": 5,
-        "hung_timeout": 1.0,
+        "hung_timeout": 4.0,
         "inference_coordinator_hung_timeout": 7.0,  # the full name counts
         "inference_coordinator_max_rank_requests": None,  # not given
         "inference_coordinator_port": 5000,

@@ -43,7 +43,7 @@ def quick(block: int, rounds: int) -> Options:
         turns=(0.875, 1.0),
         in_flight=8,
         index_blocks=62_500,
-        plane_tokens=(1024, 32768, 131072),
+        plane_tokens=(1024, 32768),
         plane_released=(32768,),
         plane_in_flight=128,
         plane_seconds=0.3,

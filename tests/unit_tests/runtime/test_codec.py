@@ -109,3 +109,17 @@ def test_a_stock_client_gets_text_too():
     codec.decode(PEER, [STOCK_CONNECT])
     (frame,) = codec.encode(PEER, m.Reply(1, released.BodyWithoutText(b"\x80")))
     assert msgpack.unpackb(frame) == [21, 1, {"generated_text": "hello"}]
+
+
+def test_strangers_leave_nothing_behind_that_adds_up():
+    codec = Codec(no_text)
+    for number in range(20_000):
+        codec.decode(b"ours-%d" % number, wire.encode(submission(1)))
+        codec.decode(b"stock-%d" % number, [pack(20, 1, "text", {})])
+        codec.decode(b"refused-%d" % number, wire.encode(m.Connect(99, True)))
+        codec.encode(b"refused-%d" % number, m.RequestError(None, "not_connected", "why"))
+    assert len(codec._dialects) == len(codec._passers_by) == 4096
+    assert is_stock(codec.encode(b"stock-19999", ERROR))
+    codec.decode(b"stock-19999", [STOCK_CONNECT])
+    codec.decode(b"stock-19998", [pack(60)])
+    assert (len(codec._dialects), len(codec._passers_by)) == (4095, 4094)

@@ -100,3 +100,20 @@ def test_the_fields_of_the_event_are_left_as_they_are(events):
     fields = {"reason": "x"}
     events.write(Log("message_refused", fields, peer=b"p"))
     assert fields == {"reason": "x"}
+
+
+def test_what_names_no_peer_is_said_a_few_hundred_times_and_then_once_a_second(lines):
+    now = [0.0]
+    logger = logging.Logger("test_eventlog")
+    logger.addHandler(lines)
+    events = EventLog(logger, lambda: now[0])
+    for _ in range(5000):
+        events.write(Log("rank_lost", {"rank": 0}))
+    events.write(Log("rank_left", {"rank": 1}))
+    assert len(lines.said) == 201
+    assert lines.said[-2:] == [("INFO", "rank_lost rank=0"), ("INFO", "rank_left rank=1")]
+    now[0] = 1.0
+    for _ in range(10):
+        events.write(Log("rank_lost", {"rank": 2}))
+    assert lines.said[201:] == [("INFO", "rank_lost rank=2 unsaid=4800")]
+    assert events.counts["rank_lost"] == 5010

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import msgpack
 import pytest
@@ -19,6 +20,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.core import Coordinator
 from megatron.core.inference.coordinator.hashing import block_hashes, pack_hashes
+from megatron.core.inference.coordinator.runtime import loop as loop_module
 from megatron.core.inference.coordinator.runtime import sockets, wire
 from megatron.core.inference.coordinator.runtime.client import (
     CoordinatorUnreachable,
@@ -291,6 +293,20 @@ def test_the_requests_of_a_rank_that_dies_go_elsewhere():
         assert (again.prompt, again.request_id) == (request.prompt, request.request_id + 1)
         second.say(m.EngineReply((m.Answer(again.request_id, "COMPLETED", 0, 0, BODY),)))
         assert wire.decode_from_coordinator(receive(client)) == m.Reply(0, BODY)
+
+
+def test_a_loop_that_stood_still_gives_no_rank_up_that_could_not_be_heard(monkeypatch):
+    clock = SimpleNamespace(monotonic=time.monotonic)
+    monkeypatch.setattr(loop_module, "time", clock)
+    with running(fleet=FleetSettings(hung_timeout=3)) as live:
+        engine = Engine(live)
+        clock.monotonic = lambda: time.monotonic() + 60.0
+        for _ in range(3):
+            engine.hear(m.Ping)
+        assert (live.loop.events.counts["stood_still"], live.loop.events.counts["rank_lost"]) == (
+            1,
+            0,
+        )
 
 
 def test_a_client_may_come_before_the_engines():

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -232,6 +233,25 @@ def test_a_client_may_end_it(orphan_to_be):
         connect(peer)
         peer.say(m.Shutdown())
         assert wait_until_dead(coordinator).endswith("died: it exited with 0")
+
+
+def test_a_connection_that_breaks_while_nobody_reads_from_it_ends_nothing(orphan_to_be):
+    """libzmq ends a process whose socket sends heartbeats to such a peer."""
+    with started() as coordinator:
+        port = int(coordinator.address.rsplit(":", 1)[1])
+        for _ in range(2):
+            flood = socket.create_connection(("127.0.0.1", port))
+            null = b"NULL".ljust(20, b"\0")
+            flood.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01" + null + bytes(32))
+            ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+            flood.sendall(b"\x04" + bytes([len(ready)]) + ready)
+            flood.sendall(b"\x00\x01x" * 100_000)  # more than may wait in the coordinator
+            flood.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            flood.close()
+            time.sleep(0.7)  # beyond a heartbeat
+        coordinator.check()
+        with talking(coordinator) as peer:
+            connect(peer)
 
 
 def test_ctrl_c_is_not_for_it(shared):

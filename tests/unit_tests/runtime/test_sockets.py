@@ -1,5 +1,6 @@
 """Whole messages in and out of a ROUTER: what is copied, and who cannot be reached."""
 
+import resource
 import threading
 from collections.abc import Iterator
 
@@ -41,6 +42,24 @@ def ends() -> Iterator[Ends]:
     ends = Ends()
     yield ends
     ends.context.destroy(linger=0)
+
+
+def test_a_process_may_have_as_many_connections_as_the_system_allows():
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(before, 512), most))
+    try:
+        assert sockets.raise_descriptor_limit() == most
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
+
+
+def test_a_coordinator_sends_no_heartbeats_and_its_peers_do(ends):
+    """libzmq ends a process whose ROUTER does (`sockets.HEARTBEAT_TIMEOUT_MS`)."""
+    assert ends.router.getsockopt(zmq.HEARTBEAT_IVL) == 0
+    peer = ends.peer(b"peer")
+    options = zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT, zmq.HEARTBEAT_TTL
+    assert [peer.getsockopt(option) for option in options] == [500, 2000, 2000]
 
 
 def test_nothing_has_come(ends):

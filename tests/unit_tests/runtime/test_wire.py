@@ -274,12 +274,25 @@ MALFORMED = [
     ([pack(60, 0)], "1 items where 0 belong"),
     ([pack(61), b""], "1 bodies where 0 belong"),
     ([pack(21, [0] * 2**20)], "metadata of 1048583 bytes"),
+    ([pack(20, "x" * 256, 2), b"s", b"p"], "a name of 256 characters"),
+    ([pack(20, b"x" * 256, 2), b"s", b"p"], "a name of 256 characters"),
+    ([pack(20, "x" * 256, "prompt", {})], "a name of 256 characters"),
+    ([pack(30, 1, "x" * 256, 0, 0, 1, 1, 1, "lru")], "a name of 256 characters"),
+    ([pack(30, 1, "job", 0, 0, 1, 1, 1, "x" * 256)], "a name of 256 characters"),
 ]
 
 
 @pytest.mark.parametrize(("frames", "reason"), MALFORMED, ids=range(len(MALFORMED)))
 def test_what_is_no_message_is_malformed_and_says_why(frames, reason):
     assert decode(*frames) == m.Malformed(reason)
+
+
+def test_a_name_may_be_this_long():
+    for name in ("x" * 255, b"x" * 255):
+        message = m.SubmitRequest(name, 2, b"s", b"p")
+        assert decode(*wire.encode(message)) == message
+    message = m.Register(1, "x" * 255, 0, 0, 1, 1, 1, "lru")
+    assert decode(*wire.encode(message)) == message
 
 
 def test_huge_bodies_are_no_reason_to_refuse():
@@ -327,7 +340,14 @@ def test_damaged_messages_never_raise(data):
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | INT64 | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
+    st.none()
+    | st.booleans()
+    | INT64
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5)
+    | st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=5))
+    | st.builds(msgpack.Timestamp, st.integers(0, 2**40), st.integers(0, 999)),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=12,
 )

@@ -132,7 +132,8 @@ def run(name, workload=WORKLOAD, load=LOAD, profile=PROFILE, **conditions):
 @pytest.mark.parametrize("profile", ["reference", "strict"])
 @pytest.mark.parametrize(
     "name", ["relative:1@events", "relative:1@history", "prefill_work@stock", "load_balanced",
-             "first+capacity:0.5@events", "released:8@events", "work_batch@events", "random"],
+             "first+capacity:0.5@events", "released:8@events", "work_batch@events", "random",
+             "added_delay@events", "added_delay@stock", "first+added_delay@history"],
 )  # fmt: skip
 def test_every_request_is_answered_once_and_nothing_is_left(name, profile):
     outcome, simulation = run(name, profile=replace(PROFILES[profile], cache_tokens=60_000))
@@ -189,6 +190,20 @@ def test_a_request_that_no_replica_could_run_is_refused():
     workload = Workload("w", 16, [Session("s", [Turn(90_000, 1)], [b""])])
     with pytest.raises(InputError, match="w: a request needs 5,626 blocks of 16 tokens; the cache"):
         check_fits(workload, PROFILE)
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_the_least_added_delay_skips_more_and_begins_sooner_than_relative_load(seed):
+    """So few sessions end when the longest does, whoever routes: that must not get worse."""
+    workload = rollouts(Shape(groups=12, group_size=4, turns=12), seed)
+    load, profile = Load(concurrency=40, ramp=2.0), replace(PROFILE, cache_tokens=100_000)
+    ours, other = (
+        measure(run(name, workload, load, profile)[0])
+        for name in ("added_delay@events", "relative:1@events")
+    )
+    assert ours["skip"] > other["skip"] + 0.03
+    assert ours["ttft_p99"] < 0.8 * other["ttft_p99"]
+    assert ours["makespan"] < 1.01 * other["makespan"]
 
 
 def test_the_reference_points_are_reproduced():

@@ -203,7 +203,7 @@ class Coordinator:
         """Let time do its work, and find those who are gone: a send to them fails."""
         self._ticks += 1
         self.fleet.index.expire(now)
-        effects = self.fleet.tick(self._ticks, now)
+        effects = self.fleet.tick(self._ticks, now, message.stood_still)
         if self._ticks % _CLIENT_PING_TICKS == 0:
             ping = m.Ping(self._ticks)
             ours = [peer for peer, client in self._clients.items() if client.version is not None]

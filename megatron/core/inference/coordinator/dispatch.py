@@ -106,7 +106,8 @@ class Dispatcher:
             tries = f", try {record.attempts} of {1 + self._limits.max_retries}" if tried else ""
             text = f"replica {rank.number} was lost {when} the request ({cause}{tries})"
             effects += _error(record, m.ErrorCode.REPLICA_LOST, f"{text}; send it again")
-        for record in again:
+        self._ledger.sort_waiting()
+        for record in sorted(again, key=lambda record: record.arrival):
             effects += self._route(record, clock)
         return effects
 

@@ -1,6 +1,7 @@
 """The fleet: engines that register, get requests, answer, tell of their caches and are lost."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.dispatch import Dispatcher
@@ -21,7 +22,11 @@ _ADVICE = {
 
 
 class FleetClock:
-    """Seconds that the fleet was running: deadlines stand still while it is paused."""
+    """Seconds that the fleet was running: deadlines stand still while it is paused.
+
+    So they do while the coordinator itself stands still, e.g. stopped by a signal: what others said
+    meanwhile is still unread.
+    """
 
     def __init__(self):
         self._stopped_at: float | None = None
@@ -38,6 +43,11 @@ class FleetClock:
             self._stopped_at = None
         elif not running and self._stopped_at is None:
             self._stopped_at = now
+
+    def skip(self, seconds: float) -> None:
+        """So much of the time until now does not count."""
+        if self._stopped_at is None:
+            self._lost += seconds
 
 
 class Fleet:
@@ -137,7 +147,7 @@ class Fleet:
             self.joining = {p: r for p, r in self.joining.items() if name_of(p, r) != name}
             self.joining[peer] = message
             if len(self.joining) < self._settings.expected_ranks:
-                return [self._progress(len(self.joining))]
+                return [self._progress(len(self.joining), message)]
             # Numbered by (job, DP rank), not by who came first.
             joining = sorted(self.joining.items(), key=lambda item: name_of(*item))
             self.joining = {}
@@ -163,7 +173,7 @@ class Fleet:
         if self.generation_epoch is not None:  # which its answers are stamped with
             args = self.generation_epoch, self.weight_epoch
             effects.append(m.Send(peer, m.Control(Signal.SET_GENERATION_EPOCH, args)))
-        effects.append(self._progress(len(self.ranks)))
+        effects.append(self._progress(len(self.ranks), message, rank))
         if self._hashed and not rank.retains and not self._advised:
             self._advised = True
             effects.append(m.Log("nothing_kept_between_turns", _ADVICE, warning=True))
@@ -171,9 +181,14 @@ class Fleet:
             self.dispatcher.opened = True
         return effects + self.dispatcher.route_waiting(rank.heard)
 
-    def _progress(self, registered: int) -> m.Log:
+    def _progress(self, registered: int, message: m.Register, rank: Rank | None = None) -> m.Log:
         expected = max(registered, self._settings.expected_ranks)
-        return m.Log("ranks_registered", {"registered": registered, "expected": expected})
+        fields: dict[str, Any] = {"registered": registered, "expected": expected}
+        if rank is not None:
+            fields |= {"rank": rank.number, "generation": rank.generation}
+        if message.version is not None:
+            fields |= {"replica": message.replica, "dp_rank": message.dp_rank}
+        return m.Log("ranks_registered", fields)
 
     def drain(self, peer: bytes, message: m.Drain, now: float) -> list[m.Effect]:
         """An engine wants to leave once it has answered what it has."""
@@ -270,11 +285,12 @@ class Fleet:
             m.Send(rank.peer, m.Resync()),
         ]
 
-    def tick(self, ticks: int, now: float) -> list[m.Effect]:
+    def tick(self, ticks: int, now: float, stood_still: float = 0.0) -> list[m.Effect]:
         """Let time do its work: find those who are gone, ask again who owes its table.
 
         A send over a broken connection fails; an engine that hangs keeps silent.
         """
+        self._clock.skip(stood_still)
         clock = self._clock.read(now)
         effects = self.dispatcher.expire(clock)
         limit = self._settings.fleet.hung_timeout

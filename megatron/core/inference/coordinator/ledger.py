@@ -23,6 +23,7 @@ class RequestRecord:
 
     Attributes:
         request_id: The coordinator's number for this attempt at it.
+        arrival: Its number at its first attempt; the earlier it came, the smaller.
         client: Identity of who asked; None once the client is gone.
         client_request_id: The client's name for it.
         message: What the client sent, as long as it may have to be sent again.
@@ -54,6 +55,7 @@ class RequestRecord:
     held_blocks: int = 0
     events_seen: int = 0
     chain: bytes | None = None
+    arrival: int = 0
 
 
 class Ledger:
@@ -103,6 +105,7 @@ class Ledger:
         record = RequestRecord(self._next_id, client, message.client_request_id, message)
         record.prompt_tokens = message.prompt_tokens
         record.size = message.size
+        record.arrival = self._next_id
         self._bytes += record.size
         self._next_id += 1
         self._records[record.request_id] = record
@@ -159,6 +162,11 @@ class Ledger:
         self._records[record.request_id] = self._waiting[record.request_id] = record
         if record.client is not None:
             self._by_client.setdefault(record.client, {})[record.request_id] = record
+
+    def sort_waiting(self) -> None:
+        """Let those who came first be first, also of those that lost their rank."""
+        waiting = sorted(self._waiting.values(), key=lambda record: record.arrival)
+        self._waiting = {record.request_id: record for record in waiting}
 
     def lose_client(self, client: bytes) -> int:
         """The client is gone: what waits is closed, what runs goes on for nobody.

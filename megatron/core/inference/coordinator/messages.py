@@ -236,7 +236,13 @@ class PeerLost:
 
 @dataclass(slots=True)
 class Tick:
-    """Time passed: the runtime says so about once a second, from no peer."""
+    """Time passed: the runtime says so about once a second, from no peer.
+
+    Attributes:
+        stood_still: Seconds that the runtime itself could not run, since the tick before.
+    """
+
+    stood_still: float = 0.0
 
 
 @dataclass(slots=True)

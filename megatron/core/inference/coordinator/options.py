@@ -24,11 +24,13 @@ class Option:
         help: What it does, for `--help` and the README.
         minimum: Smallest value allowed, or None.
         maximum: Largest value allowed, or None.
+        reason: Why there are limits, where that is not plain.
     """
 
     help: str
     minimum: float | None = None
     maximum: float | None = None
+    reason: str = ""
 
     @property
     def range_text(self) -> str:
@@ -40,9 +42,9 @@ class Option:
         return ""
 
 
-def about(help_text: str, **limits: float) -> dict[str, Option]:
+def about(help_text: str, reason: str = "", **limits: float) -> dict[str, Option]:
     """The metadata of a field that is an option."""
-    return {"option": Option(help_text, **limits)}
+    return {"option": Option(help_text, reason=reason, **limits)}
 
 
 class Settings:
@@ -127,5 +129,6 @@ def _converted(flag: str, f: Field, value: Any) -> Any:
     above = result > (sys.float_info.max if option.maximum is None else option.maximum)
     fraction_lost = kind is int and isinstance(value, float) and result != value
     if above or not isfinite(result) or result < option.minimum or fraction_lost:
-        raise SettingsError(f"{flag} is {value!r}; give {number} {option.range_text}")
+        reason = option.reason and f": {option.reason}"
+        raise SettingsError(f"{flag} is {value!r}; give {number} {option.range_text}{reason}")
     return result

@@ -8,7 +8,7 @@ from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
 class PrefixCachingCostPolicy(StrEnum):
     """How the share of a prompt that a rank holds is weighed against the rank's load.
 
-    The scores stand in `decision.py`; the highest wins.
+    The scores stand in `decision.py`, and the highest wins; `added_delay` stands in `delays.py`.
     """
 
     RELATIVE_LOAD_WEIGHTED = "relative_load_weighted"
@@ -19,6 +19,9 @@ class PrefixCachingCostPolicy(StrEnum):
 
     PREFILL_WORK = "prefill_work"
     """-(blocks not cached) * (1 + load): the earlier multiplicative cost, kept as a baseline."""
+
+    ADDED_DELAY = "added_delay"
+    """The least of own wait and delay of others, in tokens of prefill."""
 
 
 _PREFIX_AWARE = frozenset(

@@ -7,10 +7,12 @@ from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
 
 from megatron.core.inference.coordinator.accuracy import Accuracy
 from megatron.core.inference.coordinator.decision import Candidate, Situation, choose
+from megatron.core.inference.coordinator.delays import Delays, number_of
 from megatron.core.inference.coordinator.hashing import HASH_BYTES, checked_hashes, expected_skip
 from megatron.core.inference.coordinator.index import PrefixIndex
 from megatron.core.inference.coordinator.ledger import Ledger, RequestRecord
 from megatron.core.inference.coordinator.messages import Answer, SubmitRequest
+from megatron.core.inference.coordinator.policies import PrefixCachingCostPolicy
 from megatron.core.inference.coordinator.prefixes import Match
 from megatron.core.inference.coordinator.ranks import Rank, Ranks
 from megatron.core.inference.coordinator.settings import CoordinatorSettings
@@ -52,6 +54,8 @@ class Router:
         self._assignments = 0
         self._standing = Standing(settings.deterministic)
         self._hashed = settings.hashed
+        by_delay = settings.routing.cost_policy is PrefixCachingCostPolicy.ADDED_DELAY
+        self._delays = Delays(settings.deterministic) if by_delay and self._hashed else None
         self._block_size = settings.block_size_tokens or 1
         self._limit = settings.fleet.max_rank_requests
         self._first_block_only = (
@@ -88,11 +92,13 @@ class Router:
         if self._first_block_only:
             hashes = hashes[:HASH_BYTES]
         match = self._index.match(hashes)
-        rank, depth = self._burst_rank(record, match) or self._best(match)
+        rank, depth = self._burst_rank(record, match) or self._best(record, match)
         if hashes:
             self._predict(record, rank, depth)
             record.lease = self._index.pin(rank.number, match)
         self._ledger.assign(record.request_id, rank.number)
+        if self._delays is not None:
+            self._queue_prefill(self._delays, record, rank, depth)
         rank.last_assigned = self._assignments
         self._assignments += 1
         self._note_load(rank)
@@ -103,6 +109,8 @@ class Router:
         """The request is finished: what was held for it is given back."""
         if record.lease is not None:
             self._index.release(record.lease, now)
+        if self._delays is not None and record.rank is not None:
+            self._delays.finish(record.rank, record.request_id)
         rank = self._ranks.get(record.rank) if record.rank is not None else None
         if rank is not None:
             self._note_load(rank)
@@ -121,6 +129,8 @@ class Router:
         """A rank is live no more."""
         self._index.drop_rank(rank.number)
         self._standing.remove(rank.number)
+        if self._delays is not None:
+            self._delays.remove(rank.number)
 
     def compare(self, record: RequestRecord, rank: Rank, answer: Answer) -> bool:
         """Compare what was predicted with what the engine really skipped.
@@ -143,7 +153,13 @@ class Router:
         return in_window
 
     def note_stored(self, rank: Rank, chains: Iterable[bytes]) -> None:
-        """Blocks are stored: prompts equal to one of which all are need not follow it any more."""
+        """Blocks are stored: prompts equal to one of which all are need not follow it any more.
+
+        Nor does the prefill of such a prompt wait on its rank.
+        """
+        chains = tuple(chains) if self._delays is not None else chains
+        if self._delays is not None and self._delays.stored(rank.number, chains):
+            self._note_load(rank)
         if not self._bursts:
             return
         led = [chain for chain, burst in self._bursts.items() if burst.rank is rank]
@@ -171,13 +187,20 @@ class Router:
         for rank in self._ranks:
             load = self._ledger.load(rank.number)
             assert self._standing.load(rank.number) == load, "the order does not follow the load"
+        if self._delays is not None:
+            ranks = {r.request_id: r.rank for r in self._ledger if r.rank is not None}
+            live = {rank.number: self._ledger.load(rank.number) for rank in self._ranks}
+            self._delays.check_integrity(ranks, live)
 
-    def _best(self, match: Match) -> tuple[Rank, int]:
+    def _best(self, record: RequestRecord, match: Match) -> tuple[Rank, int]:
         """The best rank, and how many of the prompt's blocks it holds."""
         groups = self._index.holders(match)
-        number, depth = (
-            self._choose(groups, match.blocks) if groups else (self._standing.first(), 0)
-        )
+        if self._delays is not None:
+            number, depth = self._choose_by_delay(self._delays, groups, record)
+        elif groups:
+            number, depth = self._choose(groups, match.blocks)
+        else:
+            number, depth = self._standing.first(), 0
         rank = self._ranks.get(number)
         assert rank is not None
         return rank, depth
@@ -209,6 +232,36 @@ class Router:
         winner = choose(candidates, settings.cost_policy, situation, deterministic=deterministic)
         return winner.rank, depths[winner.rank]
 
+    def _choose_by_delay(
+        self, delays: Delays, groups: Sequence[tuple[int, int]], record: RequestRecord
+    ) -> tuple[int, int]:
+        """The best of each group of equal holders, and of all ranks as if they held nothing."""
+        index, limit = self._index, self._limit
+        best, deepest = delays.best(self._missing(record, 0), limit), 0
+        for slots, depth in groups:
+            new = self._missing(record, depth)
+            if slots.bit_count() <= _FEW_HOLDERS:
+                found = delays.best_of(index.ranks(slots), new, limit)
+            else:
+                found = delays.best(new, limit, lambda n, slots=slots: slots & index.slot(n))  # type: ignore[misc]
+            if found is not None and (best is None or found <= best):
+                best, deepest = found, depth
+        assert best is not None
+        return number_of(best), deepest
+
+    def _missing(self, record: RequestRecord, depth: int) -> int:
+        """Tokens that a rank which holds so many blocks would have to compute of a prompt."""
+        held = record.blocks if self._first_block_only and depth else depth
+        if record.prompt_tokens < 0:
+            return (record.blocks - held) * self._block_size
+        return record.prompt_tokens - expected_skip(record.prompt_tokens, held, self._block_size)
+
+    def _queue_prefill(self, delays: Delays, record: RequestRecord, rank: Rank, depth: int) -> None:
+        """Its prefill waits from now on, unless less than a block of it is to be computed."""
+        new = self._missing(record, depth)
+        if new > self._block_size or not record.blocks:
+            delays.begin(rank.number, record.request_id, new, record.chain)
+
     def _first_of(self, slots: int) -> int:
         """The rank that ties prefer in a set of slots."""
         index = self._index
@@ -217,7 +270,10 @@ class Router:
         return self._standing.first_where(lambda number: slots & index.slot(number))
 
     def _note_load(self, rank: Rank) -> None:
-        self._standing.update(rank.number, self._ledger.load(rank.number), rank.last_assigned)
+        load = self._ledger.load(rank.number)
+        self._standing.update(rank.number, load, rank.last_assigned)
+        if self._delays is not None:
+            self._delays.update(rank.number, load, rank.last_assigned)
 
     def _predict(self, record: RequestRecord, rank: Rank, depth: int) -> None:
         record.held_blocks = depth

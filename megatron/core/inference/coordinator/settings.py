@@ -45,8 +45,9 @@ class RoutingSettings(Settings):
         metadata=about(
             "How the cached share of a prompt is weighed against load: relative_load_weighted "
             "(fraction - beta * (load - mean) / max(1, mean)), free_capacity_weighted "
-            "(alpha * fraction + (1 - alpha) * free places / max_requests) or prefill_work "
-            "(-(blocks not cached) * (1 + load)). The highest score wins.",
+            "(alpha * fraction + (1 - alpha) * free places / max_requests), prefill_work "
+            "(-(blocks not cached) * (1 + load)) or added_delay (-(queued + new + (new + 1000) * "
+            "load), in tokens of prefill). The highest score wins.",
         ),
     )
     load_beta: float = field(
@@ -124,7 +125,8 @@ class FleetSettings(Settings):
             "Seconds without a sign of life after which a replica counts as lost although its "
             "connection stands. Longer than the longest step, e.g. a prefill or a graph capture; "
             "it does not run while the fleet is paused or suspended.",
-            minimum=0.1,
+            reason="replicas are asked for a sign of life once a second",
+            minimum=3.0,
         ),
     )
     max_inflight_requests: int = field(

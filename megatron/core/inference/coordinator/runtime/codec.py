@@ -18,6 +18,9 @@ class _Dialect:
 
 
 _UNKNOWN = _Dialect(released=False, introduced=False)
+_PASSERS_BY = 4096
+"""Released peers remembered that have said something and never introduced themselves."""
+
 _COMING_OR_GOING = frozenset((m.Connect, m.Register, m.Disconnect))
 
 
@@ -32,6 +35,7 @@ class Codec:
     def __init__(self, add_text: Callable[[bytes], bytes]):
         self._add_text = add_text
         self._dialects: dict[bytes, _Dialect] = {}
+        self._passers_by: dict[bytes, None] = {}
 
     def decode(self, peer: bytes, frames: Sequence[Any]) -> m.ToCoordinator:
         """The message in some frames; `Malformed` where there is none. Never raises.
@@ -55,6 +59,8 @@ class Codec:
     def encode(self, peer: bytes, message: m.FromCoordinator) -> list[m.Body] | None:
         """The frames of a message in the peer's dialect, or None if it has no word for it."""
         dialect = self._dialects.get(peer, _UNKNOWN)
+        if type(message) is m.RequestError and message.client_request_id is None:
+            self._turn_away(peer, dialect)
         if dialect.wants_text and type(message) is m.Reply:
             body = message.body
             if isinstance(body, released.BodyWithoutText):
@@ -64,13 +70,31 @@ class Codec:
     def forget(self, peer: bytes) -> None:
         """The peer is gone."""
         self._dialects.pop(peer, None)
+        self._passers_by.pop(peer, None)
+
+    def _turn_away(self, peer: bytes, dialect: _Dialect) -> None:
+        """Its introduction is refused: one of ours needs not be known to be spoken to."""
+        if not dialect.released:
+            self.forget(peer)
+
+    def _pass_by(self, peer: bytes, dialect: _Dialect) -> None:
+        """Nobody says when such a one goes: the last few are remembered."""
+        self._dialects[peer] = dialect
+        self._passers_by[peer] = None
+        if len(self._passers_by) > _PASSERS_BY:
+            self.forget(next(iter(self._passers_by)))
 
     def _listen(self, peer: bytes, message: m.ToCoordinator, is_released: bool) -> None:
         """Learn how a peer speaks from its first message, or from how it comes or goes."""
         known = self._dialects.get(peer)
         introduces = isinstance(message, m.Connect | m.Register)
         if known is None or (introduces and not known.introduced):
-            known = self._dialects[peer] = _Dialect(is_released, introduces)
+            known = _Dialect(is_released, introduces)
+            if introduces:
+                self._dialects[peer] = known
+                self._passers_by.pop(peer, None)
+            elif is_released:
+                self._pass_by(peer, known)
         if isinstance(message, m.Connect):
             known.wants_text = message.text_prompts
         elif isinstance(message, m.Disconnect):

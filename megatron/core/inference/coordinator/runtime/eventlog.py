@@ -1,7 +1,10 @@
 """Log events: a constant name and fields, and not more of them than anybody can read."""
 
 import logging
+import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.inference.coordinator.messages import Log
@@ -10,10 +13,32 @@ _PEERS_REMEMBERED = 4096
 _SAID_IN_FULL = 20
 """Events of one name that are all said; beyond, only the 32nd, 64th, 128th … is."""
 
+_AT_ONCE, _A_SECOND = 200, 1.0
+"""Of events that no peer is named with, replicas that come and go: so many of one name are said,
+and so many more a second. Who has an engine's key can register thousands of times a second."""
+
 
 def render(event: str, fields: dict[str, Any]) -> str:
     """An event on one line: `name key=value …`."""
     return " ".join([event, *(f"{key}={value!r}" for key, value in fields.items())])
+
+
+@dataclass(slots=True)
+class _Allowance:
+    """How many events of one name may be said at present."""
+
+    at: float
+    left: float = _AT_ONCE
+    unsaid: int = 0
+
+    def take(self, now: float) -> bool:
+        self.left = min(_AT_ONCE, self.left + (now - self.at) * _A_SECOND)
+        self.at = now
+        if self.left < 1:
+            self.unsaid += 1
+            return False
+        self.left -= 1
+        return True
 
 
 class EventLog:
@@ -21,10 +46,13 @@ class EventLog:
 
     Args:
         logger: Where to write.
+        clock: Seconds.
     """
 
-    def __init__(self, logger: logging.Logger):
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic):
         self._logger = logger
+        self._clock = clock
+        self._allowances: dict[str, _Allowance] = {}
         self._said: OrderedDict[tuple[str, bytes], None] = OrderedDict()
         self.counts: Counter[str] = Counter()
         self._tellers: Counter[str] = Counter()  # peers that caused an event
@@ -41,12 +69,24 @@ class EventLog:
             if tellers > _SAID_IN_FULL and tellers & (tellers - 1):
                 return
             fields |= {"peer": log.peer.hex(), "times": self.counts[log.event]}
+        elif not self._allowed(log.event, fields):
+            return
         level = logging.WARNING if log.warning else logging.INFO
         self._logger.log(level, "%s", render(log.event, fields))
 
     def summary(self) -> dict[str, int]:
         """How often each event happened."""
         return dict(self.counts)
+
+    def _allowed(self, event: str, fields: dict[str, Any]) -> bool:
+        """Whether an event may be said now; how many were not is said with it."""
+        now = self._clock()
+        allowance = self._allowances.setdefault(event, _Allowance(now))
+        if not allowance.take(now):
+            return False
+        if allowance.unsaid:
+            fields["unsaid"], allowance.unsaid = allowance.unsaid, 0
+        return True
 
     def _heard(self, event: str, peer: bytes) -> bool:
         key = (event, peer)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import signal
 import time
@@ -22,6 +23,8 @@ from megatron.core.inference.coordinator.runtime.text import generated_text
 logger = logging.getLogger(__name__)
 
 _TICK_MS = 1000
+_STILL_SECONDS = 2.0
+"""Between two ticks: beyond, the process itself was stopped, or its machine was."""
 _MESSAGES_AT_ONCE = 64
 """Of those that wait, so many are handled before what came of them is sent."""
 
@@ -62,7 +65,7 @@ class CoordinatorLoop:
         self._outgoing: list[tuple[m.Send, list[m.Body]]] = []
         self._each_tick = each_tick
         self._stopped = False
-        self._next_tick = 0.0
+        self._last_tick = -math.inf
         self._poller = zmq.Poller()
         self._poller.register(router, zmq.POLLIN)
         self._wake_up, self._woken = os.pipe()[::-1]
@@ -85,14 +88,11 @@ class CoordinatorLoop:
             ready = dict(self._poller.poll(0 if sweeps else _TICK_MS))
             if self._stop_fds & ready.keys():
                 return
+            self._tick_if_due()  # first: after a standstill, deadlines are to know of it
             if self._router in ready:
                 self._receive()
             elif sweeps:
                 self._handle(m.Incoming(b"", m.Sweep()))
-            if time.monotonic() >= self._next_tick:
-                self._next_tick = time.monotonic() + _TICK_MS / 1000
-                self._handle(m.Incoming(b"", m.Tick()))
-                self._each_tick()
             self._send_all()
 
     def stop(self) -> None:
@@ -116,9 +116,24 @@ class CoordinatorLoop:
             if received is None:
                 return
             peer, frames, rights = received
-            self._handle(m.Incoming(peer, self._codec.decode(peer, frames), rights))
+            message = self._codec.decode(peer, frames)
+            if isinstance(message, m.Register) and message.version is not None:
+                self._mailbox.remember(peer)
+            self._handle(m.Incoming(peer, message, rights))
             if self._stopped:
                 return
+
+    def _tick_if_due(self) -> None:
+        now = time.monotonic()
+        passed, usual = now - self._last_tick, _TICK_MS / 1000
+        if passed < usual:
+            return
+        still = passed - usual if _STILL_SECONDS < passed < math.inf else 0.0
+        if still:
+            self.events.write(m.Log("stood_still", {"seconds": round(still, 1)}, warning=True))
+        self._last_tick = now
+        self._handle(m.Incoming(b"", m.Tick(still)))
+        self._each_tick()
 
     def _handle(self, incoming: m.Incoming) -> None:
         for effect in self.core.handle(incoming, time.monotonic()):
@@ -134,7 +149,9 @@ class CoordinatorLoop:
             outgoing, self._outgoing = self._outgoing, []
             unreached: dict[bytes, list[int]] = {}  # peers, and requests meant for them
             for effect, frames in outgoing:
-                if self._mailbox.send(effect.peer, frames):
+                # Whoever is pinged sends heartbeats, and a ping is the occasion to miss them.
+                missed = type(effect.message) is m.Ping and self._mailbox.silent(effect.peer)
+                if not missed and self._mailbox.send(effect.peer, frames):
                     continue
                 requests = unreached.setdefault(effect.peer, [])
                 if isinstance(effect.message, m.EngineRequest):

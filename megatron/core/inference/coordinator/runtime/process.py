@@ -125,6 +125,7 @@ def serve(
     Raises:
         OSError: See `bind`.
     """
+    connections = sockets.raise_descriptor_limit()
     context = zmq.Context()
     router = sockets.router(context, settings.coordinator.fleet.max_frame_bytes)
     guard = None
@@ -136,7 +137,8 @@ def serve(
         loop = _make_loop(settings, router, tokenizer, guard)
         for number in signals:
             loop.stop_at(number)
-        logger.info("%s", render("listening", {"address": address} | _policy(settings)))
+        fields = {"address": address} | _policy(settings) | {"descriptors": connections}
+        logger.info("%s", render("listening", fields))
         listening(address)
         garbage.spare_the_old()
         loop.run()

@@ -11,6 +11,7 @@ import msgpack
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.lifecycle import EPOCH_SIGNALS
 from megatron.core.inference.coordinator.messages import Header
+from megatron.core.inference.coordinator.runtime import wire
 
 
 def _beginning(items: int, header: Header) -> bytes:
@@ -42,6 +43,7 @@ def decode(frame: bytes) -> m.ToCoordinator | None:
 
     Raises:
         ReleasedError: It is one, and broken.
+        WireError: It names a request by a long text.
     """
     if not frame:
         return m.Register(version=None)
@@ -52,7 +54,7 @@ def decode(frame: bytes) -> m.ToCoordinator | None:
             return _split_submit(frame)
         if frame.startswith(_REPLIES) and _holds_maps(frame):
             return _split_replies(frame)
-    except ReleasedError:
+    except (ReleasedError, wire.WireError):
         raise
     except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
         raise ReleasedError(f"broken msgpack ({type(error).__name__})") from None
@@ -135,6 +137,7 @@ def _split_submit(frame: bytes) -> m.SubmitRequest:
     client_request_id = unpacker.unpack()
     if not isinstance(client_request_id, int | str | bytes):
         raise ReleasedError("a request id is neither number nor text")
+    wire.check_name(client_request_id)
     start = unpacker.tell()
     unpacker.skip()
     middle = unpacker.tell()

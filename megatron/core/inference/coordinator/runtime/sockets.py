@@ -1,6 +1,10 @@
 """ZeroMQ sockets as every end of the protocol wants them."""
 
+import resource
+import socket as socket_module
+import struct
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -10,6 +14,26 @@ from megatron.core.inference.coordinator.runtime.keys import Credentials
 
 HEARTBEAT_MS = 500
 HEARTBEAT_TIMEOUT_MS = 2000
+"""A peer asks the coordinator for a sign of life so often, and is given up by either end when this
+long none came. Without, a peer whose machine is gone looks like one that has nothing to say.
+
+Only peers ask. A ROUTER must not: where one has as many messages waiting as it may have, it does
+not read from their peer; when that connection breaks meanwhile, libzmq (4.3.5) ends the process at
+its next heartbeat ("Assertion failed: !_io_error"). Anybody could bring that about. The time to
+live that a peer sends along does not find all: whatever follows on it stops that clock. So the
+coordinator looks itself how long ago anything came (`Mailbox.silent`).
+"""
+
+_LAST_DATA_RECEIVED = struct.Struct("=52xI")
+"""In Linux's `struct tcp_info`: milliseconds."""
+
+_KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 1,
+    zmq.TCP_KEEPALIVE_INTVL: 1,
+    zmq.TCP_KEEPALIVE_CNT: 2,
+}
+"""Seconds, and probes: finds machines and links gone over which nothing was on its way."""
 
 _WAITING_MESSAGES = 20_000
 """Messages for, or from, one peer of a coordinator that may wait in memory."""
@@ -26,6 +50,18 @@ _NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _SHARED_BUFFER = 8192
 """libzmq reads from the network into pieces of this size. A frame that fits lies in one together
 with others, and whoever keeps it keeps the whole piece; a larger one has memory of its own."""
+
+
+def raise_descriptor_limit() -> int:
+    """Let this process have as many connections as the system allows it; returns how many.
+
+    The usual limit, 1,024, is for programs that call select(); each connection takes a descriptor.
+    """
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        return most
+    return limit
 
 
 def dealer(
@@ -50,6 +86,9 @@ def dealer(
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, identity)
     _common(socket)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
     if credentials is not None:
         credentials.apply(socket)
     before(socket)
@@ -77,6 +116,9 @@ def router(context: zmq.Context, max_frame_bytes: int = -1) -> zmq.Socket:
     socket.setsockopt(zmq.SNDHWM, _WAITING_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, _WAITING_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+    socket.setsockopt(zmq.TCP_MAXRT, HEARTBEAT_TIMEOUT_MS)  # the same with data on its way
+    for option, value in _KEEPALIVE.items():
+        socket.setsockopt(option, value)
     return socket
 
 
@@ -96,6 +138,9 @@ class Mailbox:
         self, router: zmq.Socket, rights_of: Callable[[zmq.Frame], Right] = lambda frame: Right.ALL
     ):
         self._rights_of = rights_of
+        self._descriptors: dict[bytes, int] = {}
+        self._peers: dict[int, bytes] = {}
+        self._latest: zmq.Frame | None = None
         self._receive = router.recv
         self._send = super(zmq.Socket, router).send  # zmq.Socket's own adds only options
 
@@ -110,11 +155,49 @@ class Mailbox:
             return None
         frame = self._receive(_NOW, copy=False)
         frames: list[Any] = [frame.bytes]
+        self._latest = frame
         rights = self._rights_of(frame)
         while frame.more:
             frame = self._receive(_NOW, copy=False)
             frames.append(frame if len(frame) > _SHARED_BUFFER else frame.bytes)
         return peer, frames, rights
+
+    def remember(self, peer: bytes) -> None:
+        """The peer of the latest message sends heartbeats: note which connection it has."""
+        assert self._latest is not None
+        descriptor = int(self._latest.get(zmq.SRCFD))
+        before = self._peers.get(descriptor)
+        if before is not None:
+            del self._descriptors[before]
+        old = self._descriptors.get(peer)
+        if old is not None and old != descriptor:
+            del self._peers[old]
+        self._descriptors[peer], self._peers[descriptor] = descriptor, peer
+
+    def silent(self, peer: bytes) -> bool:
+        """Whether nothing, not even a heartbeat, has come from a peer that is remembered for 2 s.
+
+        Its process is stopped, or its machine or the network is gone.
+        """
+        descriptor = self._descriptors.get(peer)
+        if descriptor is None:
+            return False
+        try:
+            connection = socket_module.socket(
+                socket_module.AF_INET, socket_module.SOCK_STREAM, 0, fileno=descriptor
+            )
+        except OSError:  # closed by now, as sending will show
+            return False
+        try:
+            info = connection.getsockopt(
+                socket_module.IPPROTO_TCP, socket_module.TCP_INFO, _LAST_DATA_RECEIVED.size
+            )
+        except OSError:
+            return False
+        finally:
+            connection.detach()
+        (milliseconds,) = _LAST_DATA_RECEIVED.unpack(info)
+        return bool(milliseconds > HEARTBEAT_TIMEOUT_MS)
 
     def send(self, peer: bytes, frames: list[Any]) -> bool:
         """Send a message; False if the peer cannot be reached."""
@@ -133,9 +216,6 @@ class Mailbox:
 
 
 def _common(socket: zmq.Socket) -> None:
-    # Without heartbeats a peer whose machine is gone looks like one that has nothing to say.
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_TIMEOUT_MS)
     # No send may block the loop it is made from.

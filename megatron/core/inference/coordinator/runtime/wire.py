@@ -28,6 +28,9 @@ SIGNAL_ARGS = {signal: 1 if signal is Signal.SET_GENERATION_EPOCH else 0 for sig
 
 _ID = int | str | bytes  # a client's own name for a request
 
+LONGEST_NAME = 255
+"""Characters, or bytes, of what a peer may name itself or a request: names are kept."""
+
 _Decoder = Callable[[list[Any], list[Any]], Any]
 """Makes a message of the items behind the header and the bodies."""
 
@@ -113,6 +116,7 @@ class _Layout:
         bodies: How many there are.
         optional: Of the bodies, how many at the end may be absent.
         looked_into: Which body, if any, is to be bytes, since somebody looks into it.
+        names: Which items are names, of at most `LONGEST_NAME`.
     """
 
     def __init__(
@@ -123,18 +127,22 @@ class _Layout:
         bodies: int = 0,
         optional: int = 0,
         looked_into: int | None = None,
+        names: tuple[int, ...] = (),
     ):
         self.header, self.message = header, message
         self._types, self._bodies, self._optional = types, bodies, optional
         self._counts = range(bodies - optional, bodies + 1)
         self._accepted = _accepted(types)
         self._looked_into = bodies if looked_into is None else looked_into
-        names = [field.name for field in fields(message)]
-        self._in_metadata, self._in_bodies = names[: len(types)], names[len(types) :]
+        self._names = names
+        known = [field.name for field in fields(message)]
+        self._in_metadata, self._in_bodies = known[: len(types)], known[len(types) :]
 
     def decode(self, items: list[Any], bodies: list[Any]) -> Any:
         if tuple(map(type, items)) not in self._accepted or len(bodies) not in self._counts:
             self._complain(items, bodies)
+        for name in self._names:
+            check_name(items[name])
         if len(bodies) > self._looked_into:
             bodies[self._looked_into] = bytes(bodies[self._looked_into])
         return self.message(*items, *bodies)
@@ -148,6 +156,12 @@ class _Layout:
         _expect_count("items", len(items), len(self._types))
         _expect_types(items, self._types)
         _expect_count("bodies", len(bodies), self._bodies, self._optional)
+
+
+def check_name(name: Any) -> None:
+    """Raise `WireError` for a name that is too long to be kept."""
+    if type(name) is not int and len(name) > LONGEST_NAME:
+        raise WireError(f"a name of {len(name)} characters")
 
 
 def _accepted(types: Sequence[Any]) -> frozenset[tuple[type, ...]]:
@@ -170,8 +184,8 @@ def _expect_types(items: Sequence[Any], types: Sequence[Any]) -> None:
 
 _TO = [
     _Layout(Header.CONNECT, m.Connect, (int, bool)),
-    _Layout(Header.SUBMIT_REQUEST, m.SubmitRequest, (_ID, int), 3, optional=1, looked_into=2),
-    _Layout(Header.REGISTER, m.Register, (int, str, int, int, int, int, int, str)),
+    _Layout(Header.SUBMIT_REQUEST, m.SubmitRequest, (_ID, int), 3, 1, looked_into=2, names=(0,)),
+    _Layout(Header.REGISTER, m.Register, (int, str, int, int, int, int, int, str), names=(1, 7)),
     _Layout(Header.KV_EVENTS, m.KvEvents, (int, int, int), 1, looked_into=0),
     _Layout(Header.PONG, m.Pong, (int,)),
     _Layout(Header.DRAIN, m.Drain, ()),

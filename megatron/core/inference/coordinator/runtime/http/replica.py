@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import os
 import pickle
-import resource
 import signal
 import threading
 import time
@@ -28,6 +27,7 @@ from megatron.core.inference.coordinator.runtime.http.logs import Throttle
 from megatron.core.inference.coordinator.runtime.http.ports import listening_socket
 from megatron.core.inference.coordinator.runtime.http.protocol import Protocol
 from megatron.core.inference.coordinator.runtime.keys import KeyRing, remember
+from megatron.core.inference.coordinator.runtime.sockets import raise_descriptor_limit
 
 logger = logging.getLogger(__name__)
 
@@ -214,9 +214,7 @@ def _prepare_process() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
     torch.set_num_threads(1)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    raise_descriptor_limit()
 
 
 def _end_with_parent() -> None:

@@ -1,0 +1,179 @@
+"""The cost policy added_delay: its formula, queues of prefill, the search beside a plain one."""
+
+import random
+
+import pytest
+from builders import BLOCK, Fleet, hashes, tokens
+
+from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.delays import (
+    RUNNING_TOKENS,
+    Delays,
+    added_delay,
+    number_of,
+)
+from megatron.core.inference.coordinator.hashing import pack_hashes
+from megatron.core.inference.coordinator.kv_events import CLEARED, pack_events
+
+# --- the formula ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("new", "queued", "load", "delay"),
+    [
+        (0, 0, 0, 0),
+        (300, 0, 0, 300),  # its own prefill
+        (300, 500, 0, 800),  # and what is before it
+        (300, 500, 2, 3400),  # 800 + 2 * (300 + 1000): two others stand still, and share steps
+        (0, 0, 3, 3000),
+    ],
+)
+def test_the_formula(new, queued, load, delay):
+    assert RUNNING_TOKENS == 1000
+    assert added_delay(new, queued, load) == delay
+
+
+def delays_of(*ranks, deterministic=False):
+    """From (load, queued tokens, last assigned) of each rank."""
+    delays = Delays(deterministic)
+    for number, (load, queued, last) in enumerate(ranks):
+        if queued:
+            delays.begin(number, 100 + number, queued, None)
+        delays.update(number, load, last)
+    return delays
+
+
+def test_an_empty_queue_is_worth_more_requests():
+    delays = delays_of((1, 9000, -1), (2, 0, -1))
+    assert number_of(delays.best(500)) == 1  # 500 + 2 * 1500 against 9500 + 1500
+    assert number_of(delays.best(9000)) == 0  # 9000 + 2 * 10,000 against 18,000 + 10,000
+
+
+@pytest.mark.parametrize(
+    ("ranks", "best"),
+    [
+        ([(1, 0, 5), (0, 1000, 6)], 1),  # 1000 each with nothing new: the lower load
+        ([(0, 0, 5), (0, 0, 4)], 1),  # the one assigned longest ago
+        ([(0, 0, -1), (0, 0, -1)], 0),  # the lower number
+    ],
+)
+def test_ties(ranks, best):
+    assert number_of(delays_of(*ranks).best(0)) == best
+    assert number_of(delays_of(*ranks).best_of([1, 0], 0)) == best
+
+
+def test_deterministic_ties_know_no_recency():
+    assert number_of(delays_of((0, 0, 5), (0, 0, 4), deterministic=True).best(0)) == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_search_finds_what_a_plain_one_does(seed):
+    rng = random.Random(seed)
+    for _ in range(400):
+        count = rng.randint(1, 12)
+        ranks = [
+            (rng.randrange(6), rng.choice([0, 0, 50, 1000, 4000, rng.randrange(9000)]), last)
+            for last in rng.sample(range(count), count)
+        ]
+        delays = delays_of(*ranks)
+        new, limit = rng.choice([0, 5, 300, 20_000]), rng.choice([0, 0, 1, 4])
+        some = set(rng.sample(range(count), rng.randint(1, count)))
+
+        def order(number, new=new, ranks=ranks):
+            load, queued, last = ranks[number]
+            return added_delay(new, queued, load), load, queued, last
+
+        for among in (some, set(range(count))):
+            open_ = [n for n in among if not limit or ranks[n][0] < limit]
+            expected = min(open_, key=order, default=None)
+            for found in (
+                delays.best(new, limit, among.__contains__),
+                delays.best_of(among, new, limit),
+            ):
+                assert (None if found is None else number_of(found)) == expected
+
+
+# --- queues --------------------------------------------------------------------------------------
+
+
+def test_what_is_routed_before_is_prefilled_before_and_freed_once():
+    delays = Delays()
+    a, b = (pack_hashes(hashes(tokens(2, name=name))) for name in (1, 2))
+    for request, chain in ((1, a[-8:]), (2, None), (3, b[-8:])):
+        delays.begin(0, request, 100, chain)
+    assert delays.queued(0) == 300
+    assert not delays.stored(0, [a[:8]])  # its first block: chunks come one by one
+    assert delays.stored(0, [b[:8], a])
+    assert delays.queued(0) == 200
+    delays.finish(0, 1)
+    assert delays.queued(0) == 200
+    assert delays.stored(0, [b])
+    assert delays.queued(0) == 0
+    delays.finish(0, 3)
+    delays.check_integrity({}, {})
+
+
+def by_delay(ranks, **values):
+    fleet = Fleet(cost_policy="added_delay", **values)
+    for _ in range(ranks):
+        fleet.join()
+    return fleet
+
+
+def events(first, numbers):
+    return m.KvEvents(0, first, len(numbers), pack_events(numbers))
+
+
+def queued(fleet):
+    fleet.core.check_integrity()
+    return [fleet.core.fleet.router._delays.queued(n) for n in range(len(fleet.core.fleet.ranks))]
+
+
+def test_a_prompt_waits_until_its_last_block_is_stored_or_it_is_answered():
+    fleet = by_delay(2)
+    fleet.tell(b"0", events(0, [CLEARED]))
+    first, second = tokens(4, name=1), tokens(3, name=2)
+    assert fleet.route(first) == 0
+    rank, request_id = fleet.ask(second)
+    assert rank == 1
+    assert queued(fleet) == [4 * BLOCK, 3 * BLOCK]
+    fleet.tell(b"0", events(1, hashes(first)[:3]))
+    assert queued(fleet) == [4 * BLOCK, 3 * BLOCK]
+    fleet.tell(b"0", events(4, hashes(first)[3:]))
+    assert queued(fleet) == [0, 3 * BLOCK]
+    fleet.answer(request_id)
+    assert queued(fleet) == [0, 0]
+
+
+def test_a_holder_computes_less_and_a_lost_rank_waits_for_nothing():
+    fleet = by_delay(2)
+    prompt = tokens(200)
+    rank, request_id = fleet.ask(prompt)
+    fleet.answer(request_id)
+    fleet.route(tokens(1, name=5))  # goes to the other one, idle longer
+    assert fleet.loads == [0, 1]
+    assert fleet.route([*prompt, *tokens(8, name=9)]) == rank
+    assert queued(fleet)[rank] == 8 * BLOCK
+    fleet.tell(b"%d" % rank, m.PeerLost())
+    fleet.core.check_integrity()
+    assert fleet.core.fleet.router._delays.queued(rank) == 0
+
+
+def test_without_hashes_or_lengths_it_goes_by_queue_and_load():
+    fleet = by_delay(2)
+    assert [fleet.route() for _ in range(4)] == [0, 1, 0, 1]
+
+
+def test_with_load_balanced_signal_nothing_is_queued():
+    fleet = by_delay(2, coordinator_policy="load_balanced")
+    assert fleet.core.fleet.router._delays is None
+    assert [fleet.route(tokens(4)) for _ in range(3)] == [0, 1, 0]
+
+
+def test_packed_chains_of_other_requests_do_not_end_a_prefill():
+    delays = Delays()
+    chain = pack_hashes(hashes(tokens(3)))
+    delays.begin(0, 1, 100, chain[-8:])
+    shifted = b"\1" + chain + b"\1" * 7
+    assert not delays.stored(0, [shifted, pack_events([5])])
+    assert not delays.stored(1, [chain])

@@ -1,0 +1,83 @@
+"""A link between a replica and the coordinator that can be cut, without root."""
+
+import asyncio
+from contextlib import suppress
+
+_PIECE = 65536
+
+
+class Relay:
+    """A TCP port that leads to another one.
+
+    While it is cut nothing passes, in either direction, and no end of a connection is told, as
+    with a cable that was pulled: what is on its way arrives afterwards, if somebody still listens.
+
+    Args:
+        port: Where it leads, on this machine.
+
+    Attributes:
+        address: Where to connect to instead.
+    """
+
+    address: str
+
+    def __init__(self, port: int):
+        self._port = port
+        self._whole = asyncio.Event()
+        self._whole.set()
+        self._server: asyncio.Server | None = None
+        self._running: set[asyncio.Task] = set()
+
+    async def open(self) -> None:
+        """Listen."""
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        port = self._server.sockets[0].getsockname()[1]
+        self.address = f"tcp://127.0.0.1:{port}"
+
+    def cut(self) -> None:
+        """Let nothing pass."""
+        self._whole.clear()
+
+    def mend(self) -> None:
+        """Let everything pass again."""
+        self._whole.set()
+
+    async def close(self) -> None:
+        """End all connections."""
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._running):
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _connect(self, near: asyncio.StreamReader, to_near: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        to_far = None
+        try:
+            await self._whole.wait()
+            far, to_far = await asyncio.open_connection("127.0.0.1", self._port)
+            ways = [self._carry(near, to_far), self._carry(far, to_near)]
+            tasks = [asyncio.ensure_future(way) for way in ways]
+            try:
+                # One end is enough: ZeroMQ never closes half a connection.
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for each in tasks:
+                    each.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        except (OSError, asyncio.CancelledError):
+            pass  # the coordinator is gone, or the campaign is over
+        finally:
+            self._running.discard(task)
+            for writer in (to_near, to_far):
+                if writer is not None:
+                    writer.close()
+
+    async def _carry(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while piece := await source.read(_PIECE):
+                await self._whole.wait()
+                target.write(piece)
+                await target.drain()
