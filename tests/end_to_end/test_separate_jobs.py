@@ -249,9 +249,11 @@ def test_a_job_that_stands_still_is_served_by_others_and_comes_back(
         async with client_of(fleet.coordinator) as client:
             lost = fleet.count("rank_lost")
             running = [ask(client, prompt, ANSWER_TOKENS) for prompt in PROMPTS]
+            everywhere = new_requests(client, length + 1, ANSWER_TOKENS)
             await asyncio.sleep(0.15)
             with stand_still(fleet.jobs["c"].worker):
                 assert await answers(running) == fleet.answers
+                await answers(everywhere)
                 assert fleet.coordinator.said("rank_lost")[lost]["cause"] in causes
                 registered = fleet.count("ranks_registered")
             await until(lambda: fleet.count("ranks_registered") == registered + 1)

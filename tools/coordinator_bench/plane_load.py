@@ -265,5 +265,6 @@ def _dealer(context: zmq.Context, identity: bytes, address: str) -> Any:
     socket.setsockopt(zmq.IDENTITY, identity)
     for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
         socket.setsockopt(option, 0)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 500)  # or an engine counts as lost between two rounds
     socket.connect(address)
     return socket

@@ -2,6 +2,7 @@
 
 import resource
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -60,6 +61,39 @@ def test_a_coordinator_sends_no_heartbeats_and_its_peers_do(ends):
     peer = ends.peer(b"peer")
     options = zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT, zmq.HEARTBEAT_TTL
     assert [peer.getsockopt(option) for option in options] == [500, 2000, 2000]
+
+
+def test_a_peer_is_silent_when_not_even_heartbeats_come(ends):
+    dumb = ends.context.socket(zmq.DEALER)  # without heartbeats, like one that was stopped
+    dumb.setsockopt(zmq.IDENTITY, b"dumb")
+    dumb.connect(ends.address)
+    dumb.send(b"hello")
+    assert ends.receive() == (b"dumb", [b"hello"])
+    ends.mailbox.remember(b"dumb")
+    alive = ends.peer(b"alive")
+    ends.mailbox.remember(b"alive")
+    assert not ends.mailbox.silent(b"dumb")
+    time.sleep(2.3)
+    assert ends.mailbox.silent(b"dumb")
+    assert not ends.mailbox.silent(b"alive")
+    assert not ends.mailbox.silent(b"nobody remembers")
+    dumb.send(b"hello")
+    ends.receive()
+    assert not ends.mailbox.silent(b"dumb")
+    alive.close(linger=0)
+
+
+def test_of_connections_only_those_at_present_are_remembered(ends):
+    for number in range(50):
+        peer = ends.peer(b"%d" % number)
+        ends.mailbox.remember(b"%d" % number)
+        if number % 2:
+            ends.mailbox.remember(b"%d" % number)
+        peer.close(linger=0)
+        ends.router.poll(30)
+    kept = ends.mailbox._descriptors
+    assert {descriptor: peer for peer, descriptor in kept.items()} == ends.mailbox._peers
+    assert len(kept) < 50
 
 
 def test_nothing_has_come(ends):
