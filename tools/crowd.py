@@ -9,7 +9,7 @@ must all be answered, once and rightly. One JSON line for each, on standard outp
   crowd, plain; crowd, with keys
     seconds            until all had been welcomed
     kib_a_connection   memory of the coordinator
-    rss_mib, descriptors   before, while all are there, and 20 s after all have vanished
+    rss_mib, descriptors   before, while all are there, and 13 s after all have vanished
     missed             of those that vanished without a word, how many the coordinator noticed
   clients that never read
     lost               how many counted as lost when their answers had piled up

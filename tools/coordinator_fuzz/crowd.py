@@ -22,7 +22,7 @@ _AT_ONCE = 100
 _PATIENCE = 120.0
 _IN_A_ROW = 400
 """Requests of a client that never reads, before it is seen whether the engines keep up."""
-_GONE_SECONDS = 20.0
+_GONE_SECONDS = 13.0
 """Until the last client that vanished is missed: clients are pinged every 10 s."""
 
 
