@@ -14,6 +14,7 @@ from measure_replica import Replica
 from megatron.core.inference.coordinator.policies import PrefixCachingCostPolicy
 
 RELATIVE = PrefixCachingCostPolicy.RELATIVE_LOAD_WEIGHTED
+DELAY = PrefixCachingCostPolicy.ADDED_DELAY
 PROMPT = 2048
 
 
@@ -32,9 +33,15 @@ def test_under_load_a_group_stays_together_without_a_cap(policy, state):
     assert max(loads) == tool.LOADS[state] + 8
 
 
-@pytest.mark.parametrize("policy", [p for p in PrefixCachingCostPolicy if p is not RELATIVE])
-def test_the_other_costs_keep_a_group_together_on_idle_ranks_too(policy):
+@pytest.mark.parametrize(
+    "policy", [p for p in PrefixCachingCostPolicy if p not in (RELATIVE, DELAY)]
+)
+def test_costs_that_count_blocks_keep_a_group_together_on_idle_ranks_too(policy):
     assert tool.modelled(policy, 0, "idle", 1, PROMPT)["ranks"] == 1
+
+
+def test_to_wait_for_a_prompt_that_is_being_computed_takes_as_long_as_to_compute_it():
+    assert tool.modelled(DELAY, 0, "idle", 1, PROMPT)["ranks"] == 8
 
 
 def test_groups_that_arrive_together_fill_the_ranks_evenly_at_cap_8():
@@ -67,5 +74,10 @@ def test_the_table_and_the_file_hold_every_case(tmp_path, capsys):
     lines = capsys.readouterr().out.strip().splitlines()
     report = json.loads((tmp_path / "bursts.json").read_text())
     cases = {(row["state"], row["cost_policy"], row["cap"]) for row in report["modelled"]}
-    assert len(lines) == 1 + len(report["modelled"]) == 1 + len(cases) == 1 + 3 * 3 * 3
+    assert (
+        len(lines)
+        == 1 + len(report["modelled"])
+        == 1 + len(cases)
+        == 1 + len(PrefixCachingCostPolicy) * 3 * 3
+    )
     assert report["real"] == []
