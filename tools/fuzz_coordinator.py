@@ -36,8 +36,8 @@ from coordinator_fuzz import offline  # noqa: E402
 from coordinator_fuzz.beside import BesideProcess  # noqa: E402
 from coordinator_fuzz.garbage import Garbage  # noqa: E402
 from coordinator_fuzz.live import Attack, Stuck  # noqa: E402
-from coordinator_fuzz.progress import Progress  # noqa: E402
 from coordinator_fuzz.target import Target, TargetFailed, running  # noqa: E402
+from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: E402
 
 GROWTH_MIB = 32.0
 """Memory may grow by so much from 10 % of the messages to their end."""
@@ -74,12 +74,12 @@ def attack(target: Target, beside: BesideProcess, args: Any, deadline: float) ->
     report: dict[str, Any] = {"valid": {"before": beside.phase()}}
     before, logged = target.descriptors, target.log_bytes
     garbage, peers = Garbage(target, args.seed), Attack(target, args.peers, args.seed)
-    progress = Progress("plain" if target.ring is None else "with keys", messages)
+    bar = _bar("plain" if target.ring is None else "with keys", messages)
     memory: list[float] = []
     for share in (messages // 10, messages - messages // 10):
 
         def each(sent: int) -> None:
-            progress.show(sent)
+            bar.update(sent - bar.n)
             garbage.throw()
 
         peers.run(share, deadline, each)
@@ -92,8 +92,12 @@ def attack(target: Target, beside: BesideProcess, args: Any, deadline: float) ->
     report["log_kib"] = round((target.log_bytes - logged) / 1024, 1)
     report["valid"]["after"] = beside.phase("stop")
     report["events"] = target.stop()
-    progress.end()
+    bar.close()
     return report
+
+
+def _bar(about: str, messages: int) -> Any:
+    return tqdm(total=messages, desc=about, unit=" messages", disable=None)
 
 
 def _settled(target: Target, before: int) -> int:
@@ -137,10 +141,11 @@ def campaign(args: Any) -> dict[str, Any]:
                 failures.append(f"{name}: {error}")
             finally:
                 beside.close()
-    progress = Progress("offline", args.messages)
     deadline = time.monotonic() + share
-    result["offline"] = offline.measure(args.seed, args.messages, deadline, progress.show)
-    progress.end()
+    with _bar("offline", args.messages) as bar:
+        result["offline"] = offline.measure(
+            args.seed, args.messages, deadline, lambda done: bar.update(done - bar.n)
+        )
     if result["offline"]["max_ms"] > STALL_MS:
         failures.append(f"offline: one message took {result['offline']['max_ms']} ms")
     return result | {"failures": failures}

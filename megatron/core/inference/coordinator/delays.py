@@ -15,7 +15,7 @@ the best so far ends the search. It looks at one rank for each load that comes i
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 RUNNING_TOKENS = 1000
 """What one more running request costs the others and itself while both decode, in tokens of
@@ -112,14 +112,13 @@ class Delays:
         if not queue:
             del self._queues[rank], self._tokens[rank]
 
-    def stored(self, rank: int, chains: Iterable[bytes]) -> bool:
+    def stored(self, rank: int, chains: Sequence[bytes]) -> bool:
         """A rank has stored these packed chains; returns whether its queue is shorter now."""
         queue = self._queues.get(rank)
         if not queue:
             return False
-        stored = list(chains)
         for request, (_, chain) in reversed(queue.items()):
-            if chain is not None and any(hashes.find(chain) % 8 == 0 for hashes in stored):
+            if chain is not None and any(hashes.find(chain) % 8 == 0 for hashes in chains):
                 self.finish(rank, request)
                 return True
         return False

@@ -157,9 +157,10 @@ class Router:
 
         Nor does the prefill of such a prompt wait on its rank.
         """
-        chains = tuple(chains) if self._delays is not None else chains
-        if self._delays is not None and self._delays.stored(rank.number, chains):
-            self._note_load(rank)
+        if self._delays is not None:
+            chains = tuple(chains)
+            if self._delays.stored(rank.number, chains):
+                self._note_load(rank)
         if not self._bursts:
             return
         led = [chain for chain, burst in self._bursts.items() if burst.rank is rank]
