@@ -1,5 +1,7 @@
 """Runs of blocks: how few records there are, and what splits and joins them."""
 
+import sys
+
 import pytest
 
 from megatron.core.inference.coordinator.hashing import pack_hashes
@@ -102,6 +104,19 @@ def test_single_blocks_that_the_same_slots_store_share_one_set():
         for slot in slots:
             runs.store(slot, packed(block))
     assert len({id(stored) for stored in runs.single_blocks()}) == 1
+
+
+def test_single_blocks_leave_no_holes_in_the_tables():
+    """Holes, of runs that were there before, let the tables grow to twice their size."""
+    runs, slot = Runs(), Slot()
+    blocks = range(256, 256 * 1000, 256)  # they share their first byte, and so a table
+    for block in blocks:
+        lease = pin(runs, slot, block)
+        runs.store(slot, packed(block))
+        runs.unpin(slot, lease)
+    assert lengths(runs) == ([], len(blocks))
+    table = runs.starts[0]
+    assert sys.getsizeof(table) == sys.getsizeof(dict.fromkeys(list(table)))
 
 
 def test_what_several_slots_hold_differently_is_split_where_they_differ():

@@ -5,13 +5,15 @@ from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 
 from coordinator_bench.options import Options
+from coordinator_bench.plane_keys import Keys
 from coordinator_bench.plane_load import Generator, Load, Round
 from coordinator_bench.plane_processes import running
 from coordinator_bench.rows import AGAINST_BASE, FASTER, MORE, OF_LIMIT, Row, Target
 from coordinator_bench.workers import Worker, alternate, say, workers
 
 RANKS = 16
-_TEN_TIMES_AT = 32_768
+_LONG, _AT_LONG = 32_768, 15.0
+"""From this length on we must be so many times as fast as the released coordinator."""
 
 Rounds = dict[str, list[Round]]
 
@@ -19,19 +21,27 @@ Rounds = dict[str, list[Round]]
 def measure(options: Options) -> list[Row]:
     """The rows of this part."""
     found = {tokens: _one_length(tokens, options) for tokens in options.plane_tokens}
-    rows = [row for tokens, rounds in found.items() for row in _rows(tokens, rounds)]
-    return rows + _growth_with_length(found)
+    rows = [row for tokens, rounds in found.items() for row in _rows(_name(tokens), tokens, rounds)]
+    rows += _growth_with_length(found)
+    for tokens in options.plane_curve:
+        rounds = _one_length(tokens, options, Keys.generate())
+        rows += _rows(_name(tokens, curve=True), tokens, rounds)
+    return rows
 
 
-def _one_length(tokens: int, options: Options) -> Rounds:
+def _name(tokens: int, curve: bool = False) -> str:
+    return f"{tokens:,} tokens{', CURVE' if curve else ''}"
+
+
+def _one_length(tokens: int, options: Options, keys: Keys | None = None) -> Rounds:
     names = ["ours", "limit"]
-    if tokens in options.plane_released:
+    if tokens in options.plane_released and keys is None:  # it speaks in plain only
         names.insert(1, "released")
     load = Load(tokens, options.block, RANKS, options.plane_in_flight)
-    about = f"data plane, {tokens:,} tokens"
+    about = f"data plane, {_name(tokens, curve=keys is not None)}"
     with ExitStack() as stack:
         say(f"{about}: starting {', '.join(names)}")
-        made = {name: stack.enter_context(_generator(name, load)) for name in names}
+        made = {name: stack.enter_context(_generator(name, load, keys)) for name in names}
         for generator in made.values():
             generator.call("round", 0.0)  # caches and connections fill
         measures = {
@@ -42,27 +52,26 @@ def _one_length(tokens: int, options: Options) -> Rounds:
 
 
 @contextmanager
-def _generator(name: str, load: Load) -> Iterator[Worker]:
+def _generator(name: str, load: Load, keys: Keys | None) -> Iterator[Worker]:
     with (
-        running(name, load.ranks, load.block) as target,
-        workers(load=(Generator, name, target.address, target.pid, load)) as made,
+        running(name, load.ranks, load.block, keys) as target,
+        workers(load=(Generator, name, target.address, target.pid, load, keys)) as made,
     ):
         target.wait()
         made["load"].call("connect")
         yield made["load"]
 
 
-def _rows(tokens: int, rounds: Rounds) -> list[Row]:
+def _rows(name: str, tokens: int, rounds: Rounds) -> list[Row]:
     targets = [Target(OF_LIMIT, at_least=0.6)]
-    if tokens == _TEN_TIMES_AT:
-        targets.append(Target(MORE, at_least=10.0))
+    if tokens >= _LONG:
+        targets.append(Target(MORE, at_least=_AT_LONG))
     shown = (MORE, OF_LIMIT) if "released" in rounds else (OF_LIMIT,)
     details = {
-        f"{what}, {name}": sum(getattr(r, what) for r in of) / len(of)
-        for name, of in rounds.items()
+        f"{what}, {side}": sum(getattr(r, what) for r in of) / len(of)
+        for side, of in rounds.items()
         for what in ("held", "batch", "busy")
     }
-    name = f"{tokens:,} tokens"
     cpu = (FASTER,) if "released" in rounds else ()
     return [
         _row(name, "requests/s", "rate", rounds, shown, tuple(targets), details),

@@ -97,7 +97,7 @@ def measure(options: Options) -> list[Row]:
     """The rows of this part."""
     rows = []
     figures: dict[Shape, Sequence[float]] = {}
-    for blocks, ranks, faster in ((128, 64, 6.0), (2048, 512, 20.0)):
+    for blocks, ranks, faster in ((128, 64, 15.0), (2048, 512, 100.0)):
         for system in (0, SYSTEM_BLOCKS):
             shape = Shape(blocks, ranks, system)
             times = turns(shape, options, f"decision, {shape.name}")

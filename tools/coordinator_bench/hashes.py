@@ -62,7 +62,7 @@ def measure(options: Options) -> list[Row]:
     """The rows of this part."""
     rows = []
     with workers(both=(Hashing, TOKENS, options.block)) as made:
-        for kind in ("a list", "an array"):
+        for kind, faster in (("a list", 2.0), ("an array", 1.0)):
             measures = {
                 side: lambda _, side=side, kind=kind: made["both"].call("round", side, kind)
                 for side in ("ours", "released")
@@ -76,7 +76,7 @@ def measure(options: Options) -> list[Row]:
                     found["ours"],
                     found["released"],
                     ratios=(FASTER,),
-                    targets=(Target(FASTER, at_least=1.0),),
+                    targets=(Target(FASTER, at_least=faster),),
                 )
             )
     return rows

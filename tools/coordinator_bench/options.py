@@ -16,6 +16,7 @@ class Options:
         index_blocks: Blocks of the index whose memory and stalls are measured.
         plane_tokens: Prompt lengths of the data plane.
         plane_released: Prompt lengths at which the released coordinator is measured too.
+        plane_curve: Prompt lengths that are measured over encrypted connections too.
         plane_in_flight: Requests in flight in the data plane.
         plane_seconds: How long requests are sent in one of its rounds.
         burst_rounds: Bursts placed by each policy, in another order each.
@@ -29,6 +30,7 @@ class Options:
     index_blocks: int = 1_000_000
     plane_tokens: tuple[int, ...] = (1024, 4096, 32768, 131072)
     plane_released: tuple[int, ...] = (1024, 4096, 32768, 131072)
+    plane_curve: tuple[int, ...] = (1024, 4096, 32768, 131072)
     plane_in_flight: int = 256
     plane_seconds: float = 2.0
     burst_rounds: int = 5
@@ -45,6 +47,7 @@ def quick(block: int, rounds: int) -> Options:
         index_blocks=62_500,
         plane_tokens=(1024, 32768),
         plane_released=(32768,),
+        plane_curve=(1024,),
         plane_in_flight=128,
         plane_seconds=0.3,
         burst_rounds=1,

@@ -13,6 +13,7 @@ import zmq
 from coordinator_bench import frames
 from coordinator_bench.plane_dialects import DIALECTS, Request
 from coordinator_bench.plane_engines import Cache, PlaneConversation
+from coordinator_bench.plane_keys import Keys, Pair
 from coordinator_bench.plane_processes import processor_ns
 from coordinator_bench.prompts import tokens_of
 
@@ -92,9 +93,10 @@ class Generator:
         address: Its socket.
         pid: Its process.
         load: What is to go through.
+        keys: What to speak CURVE with; None for plain.
     """
 
-    def __init__(self, name: str, address: str, pid: int, load: Load):
+    def __init__(self, name: str, address: str, pid: int, load: Load, keys: Keys | None = None):
         self._load, self._pid = load, pid
         self._dialect = DIALECTS[name](load.block, _ANSWER)
         self._rng = np.random.default_rng(load.tokens)
@@ -110,8 +112,10 @@ class Generator:
                 self._caches[rank].serve(conversation, self._lengths[conversation.turn - 1])
         self._taken: list[list[tuple[Request, int]]] = [[] for _ in range(load.ranks)]
         context = zmq.Context()
-        self._engines = [_dealer(context, b"engine-%d" % n, address) for n in range(load.ranks)]
-        self._clients = [_dealer(context, b"client-%d" % n, address) for n in range(_CLIENTS)]
+        connect = partial(_dealer, context, address, keys)
+        engine, client = (keys.engine, keys.client) if keys is not None else (None, None)
+        self._engines = [connect(b"engine-%d" % n, engine) for n in range(load.ranks)]
+        self._clients = [connect(b"client-%d" % n, client) for n in range(_CLIENTS)]
         self._poller = zmq.Poller()
         self._on_readable: dict[zmq.Socket, Callable[[], None]] = {}
         for rank, socket in enumerate(self._engines):
@@ -260,11 +264,15 @@ def _body(tokens: int) -> bytes:
     return frames.array_header(tokens) + frames.packed_tokens(tokens_of(5, tokens))
 
 
-def _dealer(context: zmq.Context, identity: bytes, address: str) -> Any:
+def _dealer(
+    context: zmq.Context, address: str, keys: Keys | None, identity: bytes, own: Pair | None
+) -> Any:
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, identity)
     for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
         socket.setsockopt(option, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 500)  # or an engine counts as lost between two rounds
+    if keys is not None and own is not None:
+        keys.apply(socket, own)
     socket.connect(address)
     return socket

@@ -10,6 +10,7 @@ from typing import Any
 
 import zmq
 
+from coordinator_bench.plane_keys import Keys
 from coordinator_bench.workers import fork_server
 
 HOST = "127.0.0.1"
@@ -41,13 +42,14 @@ class Target:
 
 
 @contextmanager
-def running(name: str, ranks: int, block: int) -> Iterator[Target]:
+def running(name: str, ranks: int, block: int, keys: Keys | None = None) -> Iterator[Target]:
     """A process of this kind, ended afterwards.
 
     Args:
         name: "ours", "released" or "limit".
         ranks: Engines that will register.
         block: Tokens in a block.
+        keys: Those that it and its peers have; None to speak in plain, as "released" always does.
 
     Raises:
         RuntimeError: It does not come up.
@@ -56,9 +58,9 @@ def running(name: str, ranks: int, block: int) -> Iterator[Target]:
     pipe, theirs = context.Pipe()
     ready = context.Event() if name == "released" else None
     runs: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
-        "ours": (run_ours, (theirs, ranks, block)),
+        "ours": (run_ours, (theirs, ranks, block, keys)),
         "released": (run_released, (theirs, ready, ranks, block)),
-        "limit": (run_forwarder, (theirs,)),
+        "limit": (run_forwarder, (theirs, keys)),
     }
     run, arguments = runs[name]
     process = context.Process(target=run, args=arguments, daemon=True)
@@ -78,16 +80,24 @@ def running(name: str, ranks: int, block: int) -> Iterator[Target]:
         process.join()
 
 
-def run_ours(pipe: Connection, ranks: int, block: int) -> None:
+def run_ours(pipe: Connection, ranks: int, block: int, keys: Keys | None) -> None:
     """Our coordinator process, as `CoordinatorProcess` runs it.
 
     Its parent's handle on it is left out: importing that costs the bench's main process seconds.
     """
+    from megatron.core.inference.coordinator.runtime.keys import KeyRing, Lock, Pair, Role
     from megatron.core.inference.coordinator.runtime.process import ProcessSettings, run
     from megatron.core.inference.coordinator.settings import CoordinatorSettings
 
     core = CoordinatorSettings(expected_ranks=ranks, block_size_tokens=block)
-    run(ProcessSettings(core, HOST, log_level=logging.ERROR), None, pipe)
+    lock = None
+    if keys is not None:
+        own, engine, client = (
+            Pair(public.decode(), secret.decode())
+            for public, secret in (keys.server, keys.engine, keys.client)
+        )
+        lock = Lock(own, KeyRing(own.public, {Role.ENGINE: engine, Role.SUBMIT: client}))
+    run(ProcessSettings(core, HOST, log_level=logging.ERROR, lock=lock), None, pipe)
 
 
 def run_released(pipe: Connection, ready: Any, ranks: int, block: int) -> None:
@@ -112,7 +122,7 @@ def run_released(pipe: Connection, ready: Any, ranks: int, block: int) -> None:
     )
 
 
-def run_forwarder(pipe: Connection) -> None:
+def run_forwarder(pipe: Connection, keys: Keys | None) -> None:
     """A ROUTER that passes frames on and decides nothing: what pyzmq itself can do.
 
     What it gets says where it belongs: a hello of one frame makes a client or an engine known; a
@@ -123,6 +133,8 @@ def run_forwarder(pipe: Connection) -> None:
     router = zmq.Context().socket(zmq.ROUTER)
     for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
         router.setsockopt(option, 0)
+    if keys is not None:
+        keys.serve(router)
     port = router.bind_to_random_port(f"tcp://{HOST}")
     pipe.send(f"tcp://{HOST}:{port}")
     engines: list[bytes] = []

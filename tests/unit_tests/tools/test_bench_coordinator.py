@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import msgpack
 import numpy as np
 import pytest
+import zmq
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
@@ -21,7 +22,9 @@ from coordinator_bench.hashes import Hashing
 from coordinator_bench.options import Options, quick
 from coordinator_bench.ours import Ours
 from coordinator_bench.plane_engines import Cache, PlaneConversation
-from coordinator_bench.plane_load import Load
+from coordinator_bench.plane_keys import Keys
+from coordinator_bench.plane_load import Generator, Load
+from coordinator_bench.plane_processes import running
 from coordinator_bench.released import Released
 from coordinator_bench.replies import ReplySide
 from coordinator_bench.rows import AGAINST_BASE, FASTER, OF_LIMIT, Row, Target, table, write_json
@@ -516,9 +519,31 @@ def test_requests_go_through_every_process_and_back():
         assert measured.rate > 0
         assert measured.process_us >= measured.loop_us > 0
     assert found["ours"][0].held > 0.4  # conversations found their engines
-    rows = data_plane._rows(1024, found) + data_plane._growth_with_length({1024: found})
+    rows = data_plane._rows("1,024 tokens", 1024, found) + data_plane._growth_with_length(
+        {1024: found}
+    )
     assert [r.unit for r in rows] == ["requests/s", "us", "us", "us", "us"]
     assert rows[3].value(AGAINST_BASE) == 1
+
+
+@pytest.mark.parametrize("name", ["ours", "limit"])
+def test_connections_are_encrypted_where_they_should_be(name):
+    keys, load = Keys.generate(), Load(1024, BLOCK, 2, 8)
+    with running(name, load.ranks, load.block, keys) as target:
+        plain = _socket_to(target.address)
+        plain.send_multipart(plane_dialects.DIALECTS[name](BLOCK, b"").client_hello())
+        with workers(load=(Generator, name, target.address, target.pid, load, keys)) as made:
+            target.wait()
+            made["load"].call("connect")
+            assert made["load"].call("round", 0.05).requests >= 8
+        assert not plain.poll(0), "it answers a peer that speaks in plain"
+        plain.close(linger=0)
+
+
+def _socket_to(address: str) -> zmq.Socket:
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.connect(address)
+    return socket
 
 
 # --- the tool ----------------------------------------------------------------------------------

@@ -109,6 +109,19 @@ class RunTables:
             del self.starts[key[0]][key]
         self.unlist_end(run)
 
+    def break_up(self, run: Run) -> None:
+        """Keep a run, which no lease pins, as single blocks, unless others have one of its keys."""
+        hashes, starts = run.hashes, self.starts
+        keys = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+        if all(starts[key[0]].get(key, run) is run for key in keys):
+            self.unlist_end(run)
+            if self.hidden:
+                self.hidden.pop(run, None)
+            stored = self.shared(run.stored)
+            # In the run's place: deleting its key first leaves a hole, and holes double the tables.
+            for key in keys:
+                starts[key[0]][key] = stored
+
     def put(self, shard: dict[bytes, Entry], key: bytes, slots: int) -> None:
         """A single block is stored by these slots."""
         if slots:

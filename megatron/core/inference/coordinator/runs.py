@@ -242,13 +242,7 @@ class Runs(RunTables):
         if not run.held:
             self.unlist(run)
         elif len(run.hashes) < _SHORT:
-            hashes = run.hashes
-            keys = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
-            if all(self.starts[key[0]].get(key, run) is run for key in keys):
-                self.unlist(run)
-                stored = self.shared(run.stored)
-                for key in keys:
-                    self.starts[key[0]][key] = stored
+            self.break_up(run)
 
     def _unpin_one(self, slot: SlotLike, run: Run) -> None:
         pins = run.pins
