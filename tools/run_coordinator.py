@@ -40,6 +40,7 @@ from megatron.core.inference.coordinator.settings import (  # noqa: E402
     AccessSettings,
     CoordinatorSettings,
     FleetSettings,
+    RecordSettings,
     SettingsError,
 )
 
@@ -142,11 +143,13 @@ def settings_of(args: argparse.Namespace) -> process.ProcessSettings:
     """
     if not 0 <= args.port <= 65535:
         raise SettingsError(f"--port is {args.port}; give a port from 0 to 65535")
+    record = RecordSettings.from_mapping(vars(args)).record
     for flag, path in (
         ("--address-file", args.address_file),
         ("--coordinator-schedule-output", args.coordinator_schedule_output),
+        (RecordSettings.flag("record"), record),
     ):
-        if path is not None and not Path(path).parent.is_dir():
+        if path and not Path(path).parent.is_dir():
             raise SettingsError(f"{flag} {path}: there is no folder {Path(path).parent}")
     caching = args.inference_dynamic_batching_enable_prefix_caching
     core = CoordinatorSettings(
@@ -158,7 +161,6 @@ def settings_of(args: argparse.Namespace) -> process.ProcessSettings:
         max_requests=args.inference_dynamic_batching_max_requests,
         eviction=args.inference_dynamic_batching_prefix_caching_eviction_policy,
         deterministic=args.deterministic_mode,
-        trace=args.coordinator_schedule_output is not None,
     )
     access = AccessSettings.from_mapping(vars(args))
     if not access.plain and not (access.key_file or os.environ.get(keys.KEY_FILE_VARIABLE)):
@@ -171,6 +173,7 @@ def settings_of(args: argparse.Namespace) -> process.ProcessSettings:
         args.host,
         args.port,
         args.coordinator_schedule_output,
+        record or None,
         lock=keys.make_lock(access),
     )
 

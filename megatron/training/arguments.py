@@ -14,6 +14,7 @@ from megatron.core.inference.coordinator.settings import (
     FLAG_PREFIX,
     AccessSettings,
     FleetSettings,
+    RecordSettings,
     RoutingSettings,
     flag,
 )
@@ -31,6 +32,7 @@ def add_prefix_routing_args(parser: argparse.ArgumentParser) -> argparse.Argumen
     add_settings(parser, "prefix-affinity routing", RoutingSettings)
     add_settings(parser, "fleet of replicas", FleetSettings)
     add_settings(parser, "access to the coordinator", AccessSettings)
+    add_settings(parser, "record of requests", RecordSettings)
     return parser
 
 

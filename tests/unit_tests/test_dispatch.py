@@ -2,6 +2,7 @@
 
 import pytest
 from builders import (
+    BLOCK,
     BODY,
     CLIENT,
     OTHER,
@@ -21,6 +22,7 @@ from builders import (
 )
 
 from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.hashing import block_hashes, pack_hashes
 from megatron.core.inference.coordinator.lifecycle import FleetState
 
 RUNNING = FleetState.RUNNING
@@ -125,18 +127,25 @@ def test_a_trace_tells_what_was_predicted_and_what_the_engine_skipped():
     fleet = Fleet(1, trace=True)
     prompt = [*tokens(3), 5]
     fleet.ask(prompt)
-    assert fleet.answer(0)[1:] == [m.Trace(0, 0, 3, 13, 0, 0, False)]
+    (first,) = fleet.answer(0)[1:]
+    assert (first.predicted_tokens, first.cached_tokens) == (0, 0)
+    fleet.tick(2.0)
     fleet.ask(prompt)
+    fleet.tick(3.0)
     effects = fleet.tell(b"0", m.EngineReply((answer(1, cached_tokens=8),)))
     assert effects[1:] == [
         m.Trace(
+            m.Outcome.ANSWERED,
             request_id=1,
-            rank=0,
-            blocks=3,
+            client=CLIENT,
+            came=2.0,
             prompt_tokens=13,
+            hashes=pack_hashes(block_hashes(prompt, BLOCK)),
+            rank=0,
             predicted_tokens=8,  # 12 would leave 1 token to compute
             cached_tokens=8,
             in_window=False,
+            reply=BODY,
         )
     ]
 
@@ -144,7 +153,16 @@ def test_a_trace_tells_what_was_predicted_and_what_the_engine_skipped():
 def test_a_trace_of_an_unhashed_request_predicts_nothing():
     fleet = Fleet(1, trace=True)
     fleet.ask()
-    assert fleet.answer(0)[1:] == [m.Trace(0, 0, 0, -1, 0, 0, False)]
+    (trace,) = fleet.answer(0)[1:]
+    assert (trace.hashes, trace.prompt_tokens, trace.predicted_tokens) == (None, -1, 0)
+
+
+def test_a_trace_tells_of_a_client_that_is_gone_only_that_it_is():
+    fleet = Fleet(1, trace=True)
+    fleet.ask()
+    fleet.tell(CLIENT, m.PeerLost())
+    (trace,) = fleet.answer(0)
+    assert (trace.outcome, trace.client, trace.rank) == (m.Outcome.ANSWERED, None, 0)
 
 
 # --- clients that leave --------------------------------------------------------------------------

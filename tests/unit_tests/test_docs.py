@@ -11,6 +11,7 @@ from megatron.core.inference.coordinator.lifecycle import mermaid
 from megatron.core.inference.coordinator.settings import (
     AccessSettings,
     FleetSettings,
+    RecordSettings,
     RoutingSettings,
 )
 
@@ -18,7 +19,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/README.md"]
 
 
-@pytest.mark.parametrize("settings", [RoutingSettings, FleetSettings, AccessSettings])
+@pytest.mark.parametrize(
+    "settings", [RoutingSettings, FleetSettings, AccessSettings, RecordSettings]
+)
 def test_the_readme_shows_the_options_as_they_are(settings):
     assert settings.markdown_table() in (ROOT / "README.md").read_text()
 

@@ -105,10 +105,23 @@ def test_a_retry_is_told_of_like_any_request():
         m.Log("request_not_hashed", peer=CLIENT),
         m.Send(b"1", engine_request(1)),
     ]
-    assert fleet.answer(1) == [
-        m.Send(CLIENT, m.Reply("text", BODY)),
-        m.Trace(1, 1, 0, -1, 0, 0, False),
-    ]
+    sent, trace = fleet.answer(1)
+    assert sent == m.Send(CLIENT, m.Reply("text", BODY))
+    assert (trace.outcome, trace.request_id, trace.rank) == (m.Outcome.ANSWERED, 1, 1)
+
+
+def test_what_is_given_up_is_traced_as_well():
+    fleet = Fleet(1, trace=True, max_retries=0, replica_wait=30)
+    fleet.ask(tokens(2))
+    trace, error = [e for e in fleet.tell(b"0", m.PeerLost()) if not isinstance(e, m.Log)]
+    assert (trace.outcome, trace.rank, trace.reply) == (m.Outcome.REPLICA_LOST, 0, None)
+    assert error.message.code == "replica_lost"
+    fleet.tick(10.0)
+    fleet.tell(CLIENT, submission("b", tokens(2)))
+    trace, error = fleet.tick(40.0)
+    assert (trace.outcome, trace.rank, trace.came) == (m.Outcome.NO_REPLICA, None, 10.0)
+    assert trace.hashes == submission("b", tokens(2)).hashes
+    assert error.message.code == "no_replica"
 
 
 def test_equal_requests_that_followed_one_another_do_so_again():

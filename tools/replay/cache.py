@@ -85,21 +85,17 @@ class BlockCache:
         self._use(node, self.root, clock)
         return node, size
 
-    def take(self, blocks: int, overdraw: bool = False) -> bool:
+    def take(self, blocks: int) -> bool:
         """Take blocks out of the pool, giving up what nobody uses.
 
-        Args:
-            blocks: How many.
-            overdraw: Take them even if there are not as many: `free` is less than 0 then.
-
         Returns:
-            Whether they were taken; nothing is changed if not.
+            Whether there were as many; nothing is changed if not.
         """
         lacking = blocks - self.free
+        if lacking > self.idle:
+            return False
         if lacking > 0:
-            if lacking > self.idle and not overdraw:
-                return False
-            self._evict(min(lacking, self.idle))
+            self._evict(lacking)
         self.free -= blocks
         return True
 

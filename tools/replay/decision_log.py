@@ -1,129 +1,128 @@
 """Sessions from what a live server recorded with `--inference-coordinator-record FILE`.
 
-One JSON object a line, written as things happen; no prompt text, and no token of it:
-
-    {"event": "open", "version": 1, "block_size": 256, "ranks": 16}
-    {"event": "request", "time": 12.031, "id": 7, "client": "a1b2", "prompt_tokens": 900,
-     "blocks": 3, "hashes": "9f3c…", "rank": 4}
-    {"event": "answer", "time": 13.250, "id": 7, "status": "COMPLETED", "cached_tokens": 768,
-     "output_bytes": 412}
-
-(each on one line). `open` comes first, and again when the coordinator starts again. `time` is
-seconds of the coordinator's clock, `id` its number of the request, `client` the hexadecimal
-identity of whoever asked. `hashes` are the packed block hashes (little-endian int64) in
-hexadecimal; null where the client did not hash. `rank` is where the request went, null while it
-waits. When one that waited, or whose rank was lost, is given to a rank, a line tells its present id
-and the one before:
-
-    {"event": "placed", "time": 12.5, "id": 9, "was": 7, "rank": 5}
-
-`cached_tokens` is -1 where the engine does not tell. `output_bytes` is the length of the reply's
-body; where there is `output_tokens`, that counts. A request that nobody answers has no answer line.
+The format is described where it is written: `Record` of
+megatron/core/inference/coordinator/runtime/records.py.
 
 A request whose prompt goes on from the prompt of an earlier one that was answered is taken as the
-next turn of that session.
+next turn of that session. Requests that nobody answered are taken as if they had been.
 """
 
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from pathlib import Path
 
 import numpy as np
 
 from megatron.core.inference.coordinator.hashing import HASH_BYTES, checked_hashes
+from megatron.core.inference.coordinator.runtime.records import RECORD_VERSION
 from replay.trace_files import Record, records
 from replay.workload import ChainBuilder, InputError, Session, Turn, Workload, block_names
 
-VERSION = 1
-BYTES_A_TOKEN = 4
-"""Of a reply's body, where only its length is known."""
+_OUTPUT_TOKENS = 100
+"""Of an answer whose length is not known."""
 
 _UNHASHED = 2**40
 """Scope of the blocks of requests that were not hashed: they have nothing in common."""
 
 
 @dataclass(slots=True)
-class _Recorded:
+class _Session:
     """A session as far as it is read.
 
     Attributes:
         name: What to call it.
         chains: Its chains.
         turns: Its turns.
-        answered: When its last turn was answered; None while it was not.
+        answered: When its last turn was.
     """
 
     name: str
     chains: ChainBuilder = field(default_factory=ChainBuilder)
     turns: list[Turn] = field(default_factory=list)
-    answered: float | None = None
+    answered: float = 0.0
+
+
+@dataclass(slots=True, order=True)
+class _Asked:
+    """A request, by when it came.
+
+    Attributes:
+        time: When it came.
+        number: Its place in the file.
+        ended: When it ended.
+        prompt_tokens: Tokens of its prompt.
+        output_tokens: Tokens of its answer.
+        hashes: Its packed hashes.
+    """
+
+    time: float
+    number: int
+    ended: float
+    prompt_tokens: int
+    output_tokens: int
+    hashes: bytes
 
 
 class _Log:
-    """A log as far as it is read."""
+    """A record as far as it is read."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self):
         self.block_size = 0
-        self.began: float | None = None
-        self.sessions: list[_Recorded] = []
-        self._open: dict[int, _Recorded] = {}  # by id of the request that is not answered
-        self._by_end: dict[bytes, _Recorded] = {}  # by the last block of their latest prompt
+        self.sessions: list[_Session] = []
+        self._asked: list[_Asked] = []  # in the order in which they ended
+        self._by_end: dict[bytes, list[_Session]] = {}  # by the last block of their latest prompt
 
     def opened(self, record: Record) -> None:
         """A coordinator began."""
-        if record.whole("version", 1) != VERSION:
-            raise record.wrong(f"version must be {VERSION}")
+        if record.whole("version", 1) != RECORD_VERSION:
+            raise record.wrong(f"version must be {RECORD_VERSION}")
         size = record.whole("block_size", 1)
         if self.block_size not in (0, size):
             raise record.wrong(f"block_size is {size}; it was {self.block_size} before")
         self.block_size = size
-        self._open.clear()
 
     def asked(self, record: Record) -> None:
-        """A request came."""
-        time = record.number("time", 0.0)
-        if self.began is None:
-            self.began = time
+        """A request ended."""
         hashes, tokens = self._hashes(record)
-        session = self._session_of(hashes)
+        output = record.whole("output_tokens", -1)
+        output = max(1, output) if output >= 0 else _OUTPUT_TOKENS
+        time = record.number("time", 0.0)
+        ended = time + record.number("seconds", 0.0)
+        self._asked.append(_Asked(time, len(self._asked), ended, tokens, output, hashes))
+
+    def connect(self) -> None:
+        """Make sessions of what was read, in the order in which requests came."""
+        self._asked.sort()
+        running: list[tuple[float, int, bytes, _Session]] = []  # by when they end
+        for request in self._asked:
+            while running and running[0][0] <= request.time:
+                ended, _, last, session = heappop(running)
+                session.answered = ended
+                if last:
+                    self._by_end.setdefault(last, []).append(session)
+            session = self._add(request, request.time - self._asked[0].time)
+            last = request.hashes[-HASH_BYTES:]
+            heappush(running, (request.ended, request.number, last, session))
+
+    def _add(self, request: _Asked, at: float) -> _Session:
+        session = self._session_of(request.hashes)
         gap = None
         if session is None:
-            session = _Recorded(f"session {len(self.sessions)}")
+            session = _Session(f"session {len(self.sessions)}")
             self.sessions.append(session)
-        elif session.answered is not None:
-            gap = max(0.0, time - session.answered)
-        at = max(0.0, time - self.began)
-        session.turns.append(Turn(tokens, 1, gap, at, session.chains.add(hashes)))
-        session.answered = None
-        self._open[record.whole("id", 0)] = session
-
-    def placed(self, record: Record) -> None:
-        """A request got a rank, and maybe another id."""
-        session = self._open.pop(record.whole("was", 0), None)
-        if session is None:
-            raise record.wrong("it places no request that is recorded")
-        self._open[record.whole("id", 0)] = session
-
-    def answered(self, record: Record) -> None:
-        """A request was answered."""
-        session = self._open.pop(record.whole("id", 0), None)
-        if session is None:
-            raise record.wrong("it answers no request that is recorded")
-        size = record.whole("output_bytes", 0, 0) // BYTES_A_TOKEN
-        turn = session.turns[-1]
-        turn.output_tokens = max(1, record.whole("output_tokens", 0, size))
-        session.answered = record.number("time", 0.0)
-        hashes = session.chains.chains[turn.chain]
-        end = turn.prompt_tokens // self.block_size * HASH_BYTES
-        if end:
-            self._by_end[hashes[end - HASH_BYTES : end]] = session
+        else:
+            gap = request.time - session.answered
+        chain = session.chains.add(request.hashes)
+        turn = Turn(request.prompt_tokens, request.output_tokens, gap, at, chain)
+        session.turns.append(turn)
+        return session
 
     def _hashes(self, record: Record) -> tuple[bytes, int]:
         tokens = record.whole("prompt_tokens", -1)
         if record.values.get("hashes") is None:
             tokens = max(1, tokens)
             blocks = np.arange(tokens // self.block_size)
-            return block_names(blocks, _UNHASHED + len(self.sessions)), tokens
+            return block_names(blocks, _UNHASHED + len(self._asked)), tokens
         try:
             packed = bytes.fromhex(record.text("hashes"))
         except ValueError:
@@ -135,28 +134,27 @@ class _Log:
             raise record.wrong(f"hashes are not those of a prompt of {tokens} tokens")
         return hashes, tokens
 
-    def _session_of(self, hashes: bytes) -> _Recorded | None:
-        """The session whose latest prompt this one goes on from."""
+    def _session_of(self, hashes: bytes) -> _Session | None:
+        """The session whose latest prompt this one goes on from; of several, whose turn it is."""
         for end in range(len(hashes), 0, -HASH_BYTES):
-            found = self._by_end.pop(hashes[end - HASH_BYTES : end], None)
-            if found is not None:
-                return found
+            last = hashes[end - HASH_BYTES : end]
+            waiting = self._by_end.get(last)
+            if waiting:
+                session = waiting.pop(0)
+                if not waiting:
+                    del self._by_end[last]
+                return session
         return None
 
 
 def read_decisions(path: Path) -> Workload:
-    """Read a decision log.
+    """Read a record.
 
     Raises:
         InputError: It is none, or something in it is wrong.
     """
-    log = _Log(path)
-    events = {
-        "open": log.opened,
-        "request": log.asked,
-        "placed": log.placed,
-        "answer": log.answered,
-    }
+    log = _Log()
+    events = {"open": log.opened, "request": log.asked}
     for record in records(path):
         event = record.text("event")
         if event not in events:
@@ -164,6 +162,7 @@ def read_decisions(path: Path) -> Workload:
         if not log.block_size and event != "open":
             raise record.wrong("the first event must be open")
         events[event](record)
+    log.connect()
     if not log.sessions:
         raise InputError(f"{path}: there is no request in it")
     sessions = [Session(s.name, s.turns, s.chains.chains) for s in log.sessions]

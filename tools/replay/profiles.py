@@ -20,9 +20,9 @@ class Profile:
         max_requests: Requests that run at once.
         block_size: Tokens in a cache block.
         cache_tokens: Tokens that the block pool holds.
-        strict: Whether the pool also holds what is generated, and a request waits while the others
-            use so many blocks that it does not fit; if not, running requests may use more blocks
-            than there are, and only what nobody uses is bounded by what they leave.
+        strict: Whether running requests hold on to their blocks, those of what they generate
+            included, and one that does not fit beside them waits; if not, the pool is a store of
+            prompts beside the running requests (`loose_cache.py`).
     """
 
     name: str
@@ -45,7 +45,7 @@ class Profile:
 PROFILES = {
     profile.name: profile
     for profile in (
-        # The profile of issue 6's reference points; its simulator lets requests overdraw the pool.
+        # The profile of issue 6's reference points.
         Profile("reference", 8e-3, 0.0667e-3, 0.12e-3, 0.03e-6, strict=False),
         # The same times, and the pool as the engine manages it.
         Profile("strict", 8e-3, 0.0667e-3, 0.12e-3, 0.03e-6),

@@ -10,8 +10,12 @@ from math import ceil, sqrt
 
 from megatron.core.inference.coordinator.hashing import HASH_BYTES, expected_skip
 from replay.cache import BlockCache, Node
+from replay.loose_cache import LooseCache
 from replay.profiles import Profile
 from replay.workload import Request
+
+_UNLIMITED = 2**60
+"""Blocks: what is used and nothing else."""
 
 
 class Job:
@@ -58,7 +62,7 @@ class Replica:
 
     def __init__(self, profile: Profile, keeps: bool = True, generated: bool = False):
         self.profile = profile
-        self.cache = BlockCache(profile.total_blocks, keeps)
+        self.cache = _make_cache(profile, keeps)
         self.queued = self.prefilled = 0
         self.prefill_time = self.busy_time = 0.0
         self.stored: list[tuple[bytes, bytes]] = []
@@ -209,7 +213,7 @@ class Replica:
         node, there = self.cache.acquire(request.hashes, self._clock)
         whole = -(-(request.prompt_tokens + request.output_tokens) // size)
         blocks = (whole if strict else request.prompt_tokens // size) - there // HASH_BYTES
-        if not self.cache.take(blocks, overdraw=not strict):
+        if not self.cache.take(blocks):
             self.cache.release(node)
             return False
         skip = expected_skip(request.prompt_tokens, there // HASH_BYTES, size)
@@ -257,6 +261,12 @@ class Replica:
         self.cache.release(job.node)
         self.cache.give(job.private)
         return request
+
+
+def _make_cache(profile: Profile, keeps: bool) -> BlockCache:
+    if profile.strict:
+        return BlockCache(profile.total_blocks, keeps)
+    return LooseCache(profile.total_blocks) if keeps else BlockCache(_UNLIMITED, keeps)
 
 
 def _block_at(job: Job, at: int) -> bytes:

@@ -15,6 +15,7 @@ from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.core import Coordinator
 from megatron.core.inference.coordinator.runtime import garbage, sockets, wire
 from megatron.core.inference.coordinator.runtime.loop import CoordinatorLoop
+from megatron.core.inference.coordinator.runtime.records import Books
 
 WAIT_MS = 5000
 
@@ -100,12 +101,13 @@ def test_what_is_frozen_and_no_cycle_is_freed_as_ever(generations):
 
 
 @contextmanager
-def running_loop() -> Iterator[tuple[CoordinatorLoop, zmq.Context, str]]:
+def running_loop(record: str) -> Iterator[tuple[CoordinatorLoop, zmq.Context, str]]:
     context = zmq.Context()
     router = sockets.router(context)
     router.bind("tcp://127.0.0.1:*")
     address = router.getsockopt_string(zmq.LAST_ENDPOINT)
-    loop = CoordinatorLoop(Coordinator(make_settings(trace=True)), router)
+    books = Books(make_settings(), None, record)
+    loop = CoordinatorLoop(Coordinator(make_settings(trace=True)), router, traced=books.add)
     thread = threading.Thread(target=loop.run)
     thread.start()
     try:
@@ -114,6 +116,7 @@ def running_loop() -> Iterator[tuple[CoordinatorLoop, zmq.Context, str]]:
         loop.stop()
         thread.join(10)
         context.destroy(linger=0)
+        books.close()
 
 
 class Peer:
@@ -152,8 +155,8 @@ def requests(client: Peer, engine: Peer, count: int) -> None:
     client.say(m.SubmitRequest(None, 0, b"", b""))  # malformed
 
 
-def test_thousands_of_requests_leave_nothing_to_the_collector():
-    with running_loop() as (loop, context, address):
+def test_thousands_of_requests_leave_nothing_to_the_collector(tmp_path):
+    with running_loop(str(tmp_path / "record.jsonl")) as (loop, context, address):
         client, engine = Peer(context, address, b"client"), Peer(context, address, b"engine")
         client.say(make_connect())
         engine.say(make_register())
@@ -166,5 +169,5 @@ def test_thousands_of_requests_leave_nothing_to_the_collector():
             assert gc.collect() == 0
         finally:
             gc.enable()
-        assert len(loop.traces) == 3100
         assert loop.events.counts["reply_dropped"] == 155
+    assert len((tmp_path / "record.jsonl").read_text().splitlines()) == 1 + 3100

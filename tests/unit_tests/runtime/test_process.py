@@ -288,11 +288,12 @@ def test_stop_ends_also_one_that_hangs(orphan_to_be):
         coordinator.stop()  # again does nothing
 
 
-def test_it_leaves_its_decisions_in_a_file(orphan_to_be, tmp_path):
-    path = tmp_path / "schedule.json"
-    settings = CoordinatorSettings(expected_ranks=1, block_size_tokens=BLOCK, trace=True)
+def test_it_leaves_its_decisions_in_files(orphan_to_be, tmp_path):
+    path, record = tmp_path / "schedule.json", tmp_path / "record.jsonl"
+    settings = CoordinatorSettings(expected_ranks=1, block_size_tokens=BLOCK)
     prompt = list(range(10))
-    with started(coordinator=settings, schedule_path=str(path)) as coordinator:
+    files = {"schedule_path": str(path), "record_path": str(record)}
+    with started(coordinator=settings, **files) as coordinator:
         with talking(coordinator, b"engine") as engine, talking(coordinator, b"client") as client:
             engine.say(m.Register(1, "job", 0, 0, 8, BLOCK, 100, "lru"))
             engine.hear(m.RegisterAck)
@@ -325,6 +326,19 @@ def test_it_leaves_its_decisions_in_a_file(orphan_to_be, tmp_path):
         [10, 8, 6],
         [-1, 0, 0],
     ]
+    opened, *requests = map(json.loads, record.read_text().splitlines())
+    assert (opened["event"], opened["block_size"]) == ("open", BLOCK)
+    assert [(r["hashes"], r["cached_tokens"], r["rank"]) for r in requests] == [
+        (hashes.hex(), 0, 0),
+        (hashes.hex(), 6, 0),
+        (None, 0, 0),
+    ]
+
+
+def test_a_record_that_cannot_be_written_is_an_error_at_the_start(tmp_path):
+    nowhere = str(tmp_path / "no_such_folder" / "record.jsonl")
+    with pytest.raises(CoordinatorDied, match=f"FileNotFoundError: .*{nowhere}"):
+        CoordinatorProcess(ProcessSettings(record_path=nowhere))
 
 
 def test_it_ends_with_its_parent(orphan_to_be):

@@ -69,9 +69,9 @@ def test_a_peer_is_silent_when_not_even_heartbeats_come(ends):
     dumb.connect(ends.address)
     dumb.send(b"hello")
     assert ends.receive() == (b"dumb", [b"hello"])
-    ends.mailbox.remember(b"dumb")
+    ends.mailbox.expect_heartbeats(b"dumb")
     alive = ends.peer(b"alive")
-    ends.mailbox.remember(b"alive")
+    ends.mailbox.expect_heartbeats(b"alive")
     assert not ends.mailbox.silent(b"dumb")
     time.sleep(2.3)
     assert ends.mailbox.silent(b"dumb")
@@ -81,19 +81,6 @@ def test_a_peer_is_silent_when_not_even_heartbeats_come(ends):
     ends.receive()
     assert not ends.mailbox.silent(b"dumb")
     alive.close(linger=0)
-
-
-def test_of_connections_only_those_at_present_are_remembered(ends):
-    for number in range(50):
-        peer = ends.peer(b"%d" % number)
-        ends.mailbox.remember(b"%d" % number)
-        if number % 2:
-            ends.mailbox.remember(b"%d" % number)
-        peer.close(linger=0)
-        ends.router.poll(30)
-    kept = ends.mailbox._descriptors
-    assert {descriptor: peer for peer, descriptor in kept.items()} == ends.mailbox._peers
-    assert len(kept) < 50
 
 
 def test_nothing_has_come(ends):

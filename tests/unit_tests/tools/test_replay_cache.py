@@ -1,4 +1,4 @@
-"""tools/replay: the block cache against a cache that is kept block by block."""
+"""tools/replay: the block cache against one kept block by block, and the loose one."""
 
 import random
 import sys
@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
 from replay.cache import BlockCache
+from replay.loose_cache import LooseCache
 
 
 def chain(text):
@@ -71,16 +72,6 @@ def test_only_what_nobody_uses_is_given_up_from_the_end():
     assert cache.depth(chain("ABCD")) == 1
 
 
-def test_a_pool_can_be_overdrawn_if_asked():
-    cache = BlockCache(2)
-    node, _ = cache.acquire(chain("A"), 1)
-    assert cache.take(5, overdraw=True)
-    assert cache.free == -3
-    cache.give(5)
-    cache.release(node)
-    assert cache.free == 2
-
-
 def test_with_ref_zero_blocks_go_with_their_last_user():
     cache = BlockCache(9, keeps=False)
     hashes = chain("ABC")
@@ -140,3 +131,55 @@ def test_it_keeps_the_blocks_that_a_cache_kept_block_by_block_keeps(seed):
         assert keep(cache, text, clock) == slow.keep(text, clock)
         assert cache.idle == len(slow.used)
         assert cache.free + cache.idle == 12
+
+
+# --- a cache that running requests do not hold on to -----------------------------------------------
+
+
+def test_a_loose_cache_gives_up_what_is_used_longest_ago_also_while_it_is_used():
+    cache = LooseCache(6)
+    node, there = cache.acquire(chain("ABCD"), 1)
+    assert cache.take(4)
+    node, _ = cache.extend(node, chain("ABCD"), there, 32, 1)
+    keep(cache, "XYZ", 2)
+    assert names(cache.removed) == ["D"]
+    assert [cache.depth(chain(text)) for text in ("ABCD", "XYZ")] == [3, 3]
+    cache.release(node)
+    cache.give(0)
+    cache.check_integrity()
+
+
+def test_in_a_loose_cache_what_a_request_computes_is_stored_with_what_it_was_computed_from():
+    cache = LooseCache(6)
+    node, _ = cache.acquire(chain("ABCD"), 1)
+    assert cache.take(4)
+    node, new = cache.extend(node, chain("ABCD"), 0, 16, 1)
+    assert new == 0
+    keep(cache, "UVWXYZ", 2)  # takes everything
+    assert cache.depth(chain("AB")) == 0
+    node, new = cache.extend(node, chain("ABCD"), 16, 32, 3)
+    assert (new, cache.depth(chain("ABCD"))) == (0, 4)
+    cache.check_integrity()
+
+
+def test_a_loose_cache_takes_what_is_too_large_for_it_and_makes_up_for_it_later():
+    cache = LooseCache(2)
+    assert keep(cache, "ABCDE", 1) == 0
+    assert cache.free == -3
+    assert keep(cache, "XY", 2) == 0
+    assert (cache.depth(chain("ABCDE")), cache.depth(chain("XY")), cache.free) == (0, 2, 0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_loose_cache_holds_the_prompts_used_last(seed):
+    """As a list of blocks by last use, of which those used last stay."""
+    rng = random.Random(seed)
+    cache, used = LooseCache(40), {}
+    for clock in range(300):
+        text = "".join(rng.choice("AB") for _ in range(rng.randint(1, 12)))
+        keep(cache, text, clock)
+        used |= {text[:n]: (clock, -n) for n in range(1, len(text) + 1)}
+        used = dict(sorted(used.items(), key=lambda item: item[1])[-40:])
+        held = {prefix for prefix in used if cache.depth(chain(prefix)) == len(prefix)}
+        assert held == used.keys()
+        assert cache.free == 40 - len(used)

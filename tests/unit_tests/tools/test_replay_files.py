@@ -98,19 +98,14 @@ def test_what_is_no_json_no_text_or_not_there_is_refused(tmp_path):
 
 # --- decision logs -----------------------------------------------------------------------------
 
-OPEN = {"event": "open", "version": 1, "block_size": 4, "ranks": 2}
+OPEN = {"event": "open", "version": 1, "block_size": 4, "policy": "longest_prefix"}
 
 
-def asked(time, number, names, tokens=None, **values):
-    packed = b"".join(names)
-    about = {"prompt_tokens": 4 * len(names) if tokens is None else tokens, "rank": 0}
-    return {"event": "request", "time": time, "id": number, "client": "c", "blocks": len(names),
-            "hashes": packed.hex(), **about, **values}  # fmt: skip
-
-
-def answered(time, number, **values):
-    return {"event": "answer", "time": time, "id": number, "status": "COMPLETED",
-            "cached_tokens": 0, "output_bytes": 40, **values}  # fmt: skip
+def ended(time, seconds, names, tokens=None, **values):
+    about = {"prompt_tokens": 4 * len(names) if tokens is None else tokens, "output_tokens": 10}
+    hashes = b"".join(names).hex()
+    return {"event": "request", "time": time, "seconds": seconds, "hashes": hashes, **about,
+            **values}  # fmt: skip
 
 
 def test_requests_that_go_on_from_each_other_become_a_session(tmp_path):
@@ -118,13 +113,11 @@ def test_requests_that_go_on_from_each_other_become_a_session(tmp_path):
     path = written(
         tmp_path / "log.jsonl",
         OPEN,
-        asked(100.0, 1, names[:2]),
-        asked(100.5, 2, names[4:6]),
-        answered(101.0, 1),
-        asked(103.0, 3, names[:4], tokens=18),
-        {"event": "placed", "time": 103.5, "id": 4, "was": 3, "rank": 1},
-        answered(104.0, 4, output_tokens=7),
-        asked(105.0, 5, [], hashes=None, tokens=9),
+        ended(100.0, 1.0, names[:2]),
+        ended(100.5, 1.0, names[4:6]),
+        OPEN,  # the coordinator was started again
+        ended(103.0, 1.0, names[:4], tokens=18, output_tokens=7, outcome="replica_lost"),
+        ended(105.0, 1.0, [], hashes=None, tokens=9, output_tokens=-1),
     )
     read = read_decisions(path)
     first, second, third = read.sessions
@@ -138,15 +131,45 @@ def test_requests_that_go_on_from_each_other_become_a_session(tmp_path):
     assert read.timed
 
 
+def test_what_came_counts_and_not_what_ended_first(tmp_path):
+    names = blocks(block_names(np.arange(6), 1))
+    path = written(
+        tmp_path / "log.jsonl",
+        OPEN,
+        ended(102.0, 0.5, names[:1]),
+        ended(100.0, 9.0, names[2:4]),
+        ended(104.0, 9.0, names[2:5]),  # sent before the one it goes on from was answered
+    )
+    read = read_decisions(path)
+    assert [[turn.at for turn in session.turns] for session in read.sessions] == [[0], [2], [4]]
+
+
+def test_of_members_of_a_group_each_goes_on_in_its_own_session(tmp_path):
+    names = blocks(block_names(np.arange(6), 1))
+    path = written(
+        tmp_path / "log.jsonl",
+        OPEN,
+        *(ended(100.0 + n, 5.0, names[:2]) for n in range(3)),
+        *(ended(110.0 + n, 5.0, [*names[:2], names[3 + n]]) for n in range(3)),
+    )
+    read = read_decisions(path)
+    assert [[turn.at for turn in session.turns] for session in read.sessions] == [
+        [0, 10],
+        [1, 11],
+        [2, 12],
+    ]
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([asked(1, 1, [])], "log.jsonl:1: the first event must be open"),
+        ([ended(1, 1, [])], "log.jsonl:1: the first event must be open"),
         ([OPEN, {"event": "x"}], "log.jsonl:2: event is 'x'; it must be one of open, request"),
-        ([OPEN, answered(1, 1)], "log.jsonl:2: it answers no request"),
-        ([OPEN, asked(1, 1, [], hashes="zz")], "log.jsonl:2: hashes must be hexadecimal"),
-        ([OPEN, asked(1, 1, [b"12345678"], tokens=9)], "log.jsonl:2: hashes are not those of"),
+        ([OPEN, ended(1, -1, [])], "log.jsonl:2: seconds is -1; it must be a number, 0 or more"),
+        ([OPEN, ended(1, 1, [], hashes="zz")], "log.jsonl:2: hashes must be hexadecimal"),
+        ([OPEN, ended(1, 1, [b"12345678"], tokens=9)], "log.jsonl:2: hashes are not those of"),
         ([OPEN, OPEN | {"block_size": 8}], "log.jsonl:2: block_size is 8; it was 4 before"),
+        ([OPEN, OPEN | {"version": 2}], "log.jsonl:2: version must be 1"),
         ([OPEN], "there is no request in it"),
     ],
 )

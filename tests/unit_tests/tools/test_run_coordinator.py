@@ -71,7 +71,8 @@ def settings(tool: ModuleType, *flags: str):
 
 def test_defaults(tool):
     made = settings(tool, PLAIN)
-    assert (made.host, made.port, made.schedule_path, made.lock) == ("127.0.0.1", 5100, None, None)
+    assert (made.host, made.port, made.lock) == ("127.0.0.1", 5100, None)
+    assert (made.schedule_path, made.record_path) == (None, None)
     assert made.coordinator == CoordinatorSettings()
 
 
@@ -80,12 +81,14 @@ def test_every_flag_is_read(tool, tmp_path):
         tool,
         *(PLAIN, "--host=10.1.1.1", "--port=0", "--expected-replicas=3", "--deterministic-mode"),
         *(f"--coordinator-schedule-output={tmp_path / 'decisions.json'}",),
+        f"--inference-coordinator-record={tmp_path / 'record.jsonl'}",
         *("--inference-dynamic-batching-block-size=64", f"{CACHING}-eviction-policy=lru"),
         *("--inference-dynamic-batching-max-requests=8", f"{CACHING}-cost-policy=prefill_work"),
         *(f"{CACHING}-load-beta=0.5", "--inference-coordinator-max-retries=3"),
     )
     assert (made.host, made.port) == ("10.1.1.1", 0)
     assert made.schedule_path == str(tmp_path / "decisions.json")
+    assert made.record_path == str(tmp_path / "record.jsonl")
     assert made.coordinator == CoordinatorSettings(
         routing=RoutingSettings(cost_policy=PrefixCachingCostPolicy.PREFILL_WORK, load_beta=0.5),
         fleet=FleetSettings(max_retries=3),
@@ -94,7 +97,6 @@ def test_every_flag_is_read(tool, tmp_path):
         max_requests=8,
         eviction=PrefixCachingEvictionPolicy.LRU,
         deterministic=True,
-        trace=True,
     )
 
 

@@ -80,7 +80,9 @@ def least_loaded(candidates: Iterable[Candidate], *, deterministic: bool = False
     Raises:
         ValueError: There is no candidate.
     """
-    return min(candidates, key=lambda c: _tie_break(c, deterministic))
+    if deterministic:
+        return min(candidates, key=lambda c: (c.load, c.rank))
+    return min(candidates, key=lambda c: (c.load, c.last_assigned, c.rank))
 
 
 def choose(
@@ -112,15 +114,8 @@ def choose(
     Raises:
         ValueError: There is no candidate.
     """
-    if not any(c.fraction > 0 for c in candidates):
-        return least_loaded(candidates, deterministic=deterministic)
     score = SCORES[policy]
-    return min(
-        candidates,
-        key=lambda c: (-round(score(c, situation), 9), *_tie_break(c, deterministic)),
-    )
-
-
-def _tie_break(candidate: Candidate, deterministic: bool) -> tuple[int, int, int]:
-    recency = 0 if deterministic else candidate.last_assigned
-    return candidate.load, recency, candidate.rank
+    scores = [round(score(candidate, situation), 9) for candidate in candidates]
+    highest = max(scores)
+    best = [c for c, found in zip(candidates, scores, strict=True) if found == highest]
+    return best[0] if len(best) == 1 else least_loaded(best, deterministic=deterministic)

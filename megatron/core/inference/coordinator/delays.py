@@ -1,17 +1,19 @@
 """The cost policy `added_delay`: the rank where a request delays everybody least, itself included.
 
-    added delay = queued + new + (new + RUNNING_TOKENS) * load
+    added delay = queued + new + new * running + RUNNING_TOKENS * load
 
 in tokens of prefill, which stand for the time that they take: only ratios matter, so that no clock
 and no profile is needed. `new` is what of the prompt the rank would have to compute, `queued` the
 prefill that it was given and has not done: together the request's own wait. While its prompt is
-computed all `load` requests there stand still for `new`, and afterwards it makes their steps
-longer, and they make its own longer, by what `RUNNING_TOKENS` stands for.
+computed those of the rank's requests that are `running`, whose own prefill is done, stand still for
+`new`. And each of its `load` requests makes the steps of this one longer, now or when it runs, and
+this one theirs, by what `RUNNING_TOKENS` stands for.
 
 Source: issue 6. Unlike the scores of `decision.py` this one falls as a queue empties, so the best
-rank without the prompt need not be the least loaded one. Ranks are kept by load, then by queue: of
-each load only the first can win, and whoever has so many requests that they alone cost more than
-the best so far ends the search. It looks at one rank for each load that comes into question.
+rank without the prompt need not be the least loaded one. Ranks are kept by how many run, then by
+the rest of the formula: of each number only the first can win, and whoever has so many running that
+they alone cost more than the best so far ends the search. It looks at one rank for each number that
+comes into question.
 """
 
 from bisect import bisect_left, insort
@@ -22,17 +24,17 @@ RUNNING_TOKENS = 1000
 prefill. In replay nothing between 300 and 1,500 could be told from it."""
 
 _MOST_TOKENS = 2**40  # prompt lengths are told by clients
-_NUMBER_BITS, _RECENCY_BITS, _QUEUE_BITS = 16, 48, 64
-_QUEUE_SHIFT = _NUMBER_BITS + _RECENCY_BITS
-_LOAD_SHIFT = _QUEUE_SHIFT + _QUEUE_BITS
+_NUMBER_BITS, _RECENCY_BITS, _CHARGE_BITS = 16, 48, 64
+_CHARGE_SHIFT = _NUMBER_BITS + _RECENCY_BITS
+_RUNNING_SHIFT = _CHARGE_SHIFT + _CHARGE_BITS
 
 Found = tuple[int, int]
 """The delay that a rank would add, and the rank's key: what comes first in order is better."""
 
 
-def added_delay(new: int, queued: int, load: int) -> int:
+def added_delay(new: int, queued: int, running: int, load: int) -> int:
     """Tokens of prefill, by the formula above."""
-    return queued + new + (new + RUNNING_TOKENS) * load
+    return queued + new + new * running + RUNNING_TOKENS * load
 
 
 def number_of(found: Found) -> int:
@@ -41,12 +43,12 @@ def number_of(found: Found) -> int:
 
 
 class Delays:
-    """Live ranks by load, queued prefill, recency and number; and what makes up the queues.
+    """Live ranks by what they would cost a request, and what makes up their queues.
 
     A request's prefill is queued from its routing until its last full block is stored, or it is
     answered; engines prefill first come first served, so both also end what was routed before.
-    Ties go to the lower load, the shorter queue, the rank assigned least recently, the lowest
-    number.
+    Ties go to whoever has fewer running, then to what the queue and the load cost less, then to the
+    rank assigned least recently, then to the lowest number.
 
     Args:
         deterministic: Leave recency out.
@@ -56,6 +58,7 @@ class Delays:
         self._deterministic = deterministic
         self._order: list[int] = []
         self._keys: dict[int, int] = {}
+        self._loads: dict[int, int] = {}
         self._queues: dict[int, dict[int, tuple[int, bytes | None]]] = {}
         self._tokens: dict[int, int] = {}
 
@@ -71,14 +74,18 @@ class Delays:
         """
         self.remove(rank)
         recency = 0 if self._deterministic else last_assigned + 1
-        key = load << _QUEUE_BITS | self._tokens.get(rank, 0)
-        self._keys[rank] = key = (key << _RECENCY_BITS | recency) << _NUMBER_BITS | rank
+        running = load - len(self._queues.get(rank, ()))
+        charge = added_delay(0, self._tokens.get(rank, 0), running, load)
+        key = (running << _CHARGE_BITS | charge) << _RECENCY_BITS | recency
+        self._loads[rank] = load
+        self._keys[rank] = key = key << _NUMBER_BITS | rank
         insort(self._order, key)
 
     def remove(self, rank: int) -> None:
         """A rank is live no more, if it was."""
         key = self._keys.pop(rank, None)
         if key is not None:
+            del self._loads[rank]
             del self._order[bisect_left(self._order, key)]
 
     # --- queues ------------------------------------------------------------------------------
@@ -138,24 +145,22 @@ class Delays:
         order, at, best = self._order, 0, None
         while at < len(order):
             key = order[at]
-            load = key >> _LOAD_SHIFT
-            if limit and load >= limit:
+            running = key >> _RUNNING_SHIFT
+            if best is not None and added_delay(new, 0, running, running) >= best[0]:
                 break
-            if best is not None and added_delay(new, 0, load) >= best[0]:
-                break
-            if accept(key & ((1 << _NUMBER_BITS) - 1)):
+            rank = key & ((1 << _NUMBER_BITS) - 1)
+            if (not limit or self._loads[rank] < limit) and accept(rank):
                 found = _delay(key, new), key
                 best = found if best is None else min(best, found)
-                at = bisect_left(order, (load + 1) << _LOAD_SHIFT, at)
+                at = bisect_left(order, (running + 1) << _RUNNING_SHIFT, at)
             else:
                 at += 1
         return best
 
     def best_of(self, ranks: Iterable[int], new: int, limit: int = 0) -> Found | None:
         """The best of some ranks, which must be live; takes a step for each of them."""
-        keys = (self._keys[rank] for rank in ranks)
-        open_ = (key for key in keys if not limit or key >> _LOAD_SHIFT < limit)
-        return min(((_delay(key, new), key) for key in open_), default=None)
+        keys = (self._keys[rank] for rank in ranks if not limit or self._loads[rank] < limit)
+        return min(((_delay(key, new), key) for key in keys), default=None)
 
     def check_integrity(self, ranks: Mapping[int, int], live: Mapping[int, int]) -> None:
         """Compare what is counted with the requests.
@@ -173,14 +178,16 @@ class Delays:
             assert self._tokens[rank] == sum(new for new, _ in queue.values()), "miscounted"
         assert self._tokens.keys() == self._queues.keys(), "tokens of nobody"
         assert self._order == sorted(self._keys.values()), "the order is none"
-        assert {rank: key >> _LOAD_SHIFT for rank, key in self._keys.items()} == live
+        assert self._loads == live
         for rank, key in self._keys.items():
-            assert _queue(key) == self.queued(rank), "the order does not follow the queues"
+            queue = self._queues.get(rank, {})
+            assert key >> _RUNNING_SHIFT == live[rank] - len(queue), "running ones were miscounted"
+            assert _charge(key) == self.queued(rank) + RUNNING_TOKENS * live[rank]
 
 
-def _queue(key: int) -> int:
-    return key >> _QUEUE_SHIFT & ((1 << _QUEUE_BITS) - 1)
+def _charge(key: int) -> int:
+    return key >> _CHARGE_SHIFT & ((1 << _CHARGE_BITS) - 1)
 
 
 def _delay(key: int, new: int) -> int:
-    return added_delay(new, _queue(key), key >> _LOAD_SHIFT)
+    return new + new * (key >> _RUNNING_SHIFT) + _charge(key)

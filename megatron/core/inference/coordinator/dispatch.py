@@ -34,13 +34,17 @@ class Dispatcher:
         self.opened = settings.expected_ranks == 0
         self.weight_epoch = 0
 
-    def submit(self, client: bytes, message: m.SubmitRequest, clock: float) -> list[m.Effect]:
+    def submit(
+        self, client: bytes, message: m.SubmitRequest, now: float, clock: float
+    ) -> list[m.Effect]:
         """A client asks for something: admit it, if there is room, and give it to a rank."""
         refusal = self._overloaded(message.size)
         if refusal is not None:
             error = m.RequestError(message.client_request_id, m.ErrorCode.OVERLOADED, refusal)
             return [m.Send(client, error), m.Log("request_refused", warning=True, peer=client)]
-        record = self._ledger.admit(client, message)
+        record = self._ledger.admit(client, message, now)
+        if self._settings.trace:
+            record.hashes = self._router.hashes_of(message)
         return self._route(record, clock) if self.opened else []
 
     def route_waiting(self, clock: float) -> list[m.Effect]:
@@ -61,17 +65,11 @@ class Dispatcher:
         if record.client is not None:
             effects.append(m.Send(record.client, m.Reply(record.client_request_id, answer.body)))
         if self._settings.trace:
-            effects.append(
-                m.Trace(
-                    record.request_id,
-                    rank.number,
-                    record.blocks,
-                    record.prompt_tokens,
-                    record.predicted_tokens,
-                    answer.cached_tokens,
-                    in_window,
-                )
-            )
+            trace = _trace(record, m.Outcome.ANSWERED)
+            trace.predicted_tokens = record.predicted_tokens
+            trace.cached_tokens, trace.in_window = answer.cached_tokens, in_window
+            trace.reply = answer.body
+            effects.append(trace)
 
     def take_back(
         self,
@@ -101,7 +99,7 @@ class Dispatcher:
                 self._ledger.requeue(record)
                 again.append(record)
                 continue
-            self._ledger.finish(record.request_id)
+            effects += self._close(record, m.Outcome.REPLICA_LOST)
             when = "while it had" if tried else "before it got"
             tries = f", try {record.attempts} of {1 + self._limits.max_retries}" if tried else ""
             text = f"replica {rank.number} was lost {when} the request ({cause}{tries})"
@@ -152,11 +150,16 @@ class Dispatcher:
         return effects
 
     def _give_up(self, record: RequestRecord) -> list[m.Effect]:
-        self._ledger.finish(record.request_id)
+        effects = self._close(record, m.Outcome.NO_REPLICA)
         wait = self._limits.replica_wait
         waited = f", nor was for {wait:g} s" if wait else ""
         text = f"no replica is registered{waited}; send it again later"
-        return _error(record, m.ErrorCode.NO_REPLICA, text)
+        return effects + _error(record, m.ErrorCode.NO_REPLICA, text)
+
+    def _close(self, record: RequestRecord, outcome: m.Outcome) -> list[m.Effect]:
+        """A request will not be answered."""
+        self._ledger.finish(record.request_id)
+        return [_trace(record, outcome)] if self._settings.trace else []
 
     def _overloaded(self, size: int) -> str | None:
         """Why a request of this many bytes cannot be taken; None if it can."""
@@ -174,3 +177,15 @@ def _error(record: RequestRecord, code: m.ErrorCode, text: str) -> list[m.Effect
     if record.client is None:
         return []
     return [m.Send(record.client, m.RequestError(record.client_request_id, code, text))]
+
+
+def _trace(record: RequestRecord, outcome: m.Outcome) -> m.Trace:
+    return m.Trace(
+        outcome,
+        record.request_id,
+        record.client,
+        record.came,
+        record.prompt_tokens,
+        record.hashes,
+        record.rank,
+    )

@@ -117,7 +117,7 @@ class Fleet:
 
     def submit(self, client: bytes, message: m.SubmitRequest, now: float) -> list[m.Effect]:
         """A client asks for something."""
-        return self.dispatcher.submit(client, message, self._clock.read(now))
+        return self.dispatcher.submit(client, message, now, self._clock.read(now))
 
     def engine_reply(self, peer: bytes, message: m.EngineReply, now: float) -> list[m.Effect]:
         """An engine's answers go to whoever asked."""

@@ -107,7 +107,8 @@ def checked_hashes(packed: bytes, full_blocks: int | None) -> bytes | None:
         # The last byte of a hash has the sign in its top bit.
         sound = len(distinct) == count and 0 not in distinct and packed[7::8].isascii()
     else:
-        values = np.sort(np.frombuffer(packed, "<i8"))
+        values = np.frombuffer(packed, "<i8").copy()
+        values.sort()  # np.sort takes half a microsecond more
         sound = bool(values[0] > 0 and (values[1:] != values[:-1]).all())
     return packed if sound else None
 

@@ -24,6 +24,7 @@ class RequestRecord:
     Attributes:
         request_id: The coordinator's number for this attempt at it.
         arrival: Its number at its first attempt; the earlier it came, the smaller.
+        came: When it came, seconds.
         client: Identity of who asked; None once the client is gone.
         client_request_id: The client's name for it.
         message: What the client sent, as long as it may have to be sent again.
@@ -38,6 +39,7 @@ class RequestRecord:
         held_blocks: Blocks of its prompt that its rank was believed to hold when it was routed.
         events_seen: How many of its rank's cache events were known when it was routed.
         chain: Packed hash of its last full block, which names the whole chain; None if not hashed.
+        hashes: Its packed hashes, where requests are traced; None if not hashed.
     """
 
     request_id: int
@@ -55,7 +57,9 @@ class RequestRecord:
     held_blocks: int = 0
     events_seen: int = 0
     chain: bytes | None = None
+    hashes: bytes | None = None
     arrival: int = 0
+    came: float = 0.0
 
 
 class Ledger:
@@ -100,12 +104,13 @@ class Ledger:
         """Requests that a rank has and has not answered."""
         return len(self._by_rank.get(rank, ()))
 
-    def admit(self, client: bytes, message: SubmitRequest) -> RequestRecord:
+    def admit(self, client: bytes, message: SubmitRequest, now: float = 0.0) -> RequestRecord:
         """Open a record under a number never used before."""
         record = RequestRecord(self._next_id, client, message.client_request_id, message)
         record.prompt_tokens = message.prompt_tokens
         record.size = message.size
         record.arrival = self._next_id
+        record.came = now
         self._bytes += record.size
         self._next_id += 1
         self._records[record.request_id] = record

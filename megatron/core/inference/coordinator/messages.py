@@ -417,17 +417,43 @@ class Log:
     peer: bytes | None = None
 
 
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    ANSWERED = "answered"
+    REPLICA_LOST = "replica_lost"
+    NO_REPLICA = "no_replica"
+
+
 @dataclass(slots=True)
 class Trace:
-    """Effect: one answered request, for those who study decisions (`CoordinatorSettings.trace`)."""
+    """Effect: one request is over, for those who study decisions (`CoordinatorSettings.trace`).
 
+    Attributes:
+        outcome: How it ended; of those that were not answered only the first fields are known.
+        request_id: The coordinator's number for its last try.
+        client: Identity of who asked; None once it was gone.
+        came: When it came, seconds of the coordinator's clock.
+        prompt_tokens: Length of its prompt, -1 if unknown.
+        hashes: Its packed block hashes; None where it was not hashed.
+        rank: The rank that had it; None where none did.
+        predicted_tokens: Prefill that the engine was expected to skip, tokens.
+        cached_tokens: What it did skip; -1 where it does not tell.
+        in_window: See `accuracy.Accuracy`.
+        reply: Its packed answer, if it has one.
+    """
+
+    outcome: Outcome
     request_id: int
-    rank: int
-    blocks: int
+    client: bytes | None
+    came: float
     prompt_tokens: int
-    predicted_tokens: int
-    cached_tokens: int
-    in_window: bool
+    hashes: bytes | None
+    rank: int | None
+    predicted_tokens: int = 0
+    cached_tokens: int = -1
+    in_window: bool = False
+    reply: Body | None = None
 
 
 @dataclass(slots=True)

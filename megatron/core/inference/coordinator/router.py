@@ -260,7 +260,7 @@ class Router:
     def _queue_prefill(self, delays: Delays, record: RequestRecord, rank: Rank, depth: int) -> None:
         """Its prefill waits from now on, unless less than a block of it is to be computed."""
         new = self._missing(record, depth)
-        if new > self._block_size or not record.blocks:
+        if new > self._block_size:
             delays.begin(rank.number, record.request_id, new, record.chain)
 
     def _first_of(self, slots: int) -> int:

@@ -46,8 +46,8 @@ class RoutingSettings(Settings):
             "How the cached share of a prompt is weighed against load: relative_load_weighted "
             "(fraction - beta * (load - mean) / max(1, mean)), free_capacity_weighted "
             "(alpha * fraction + (1 - alpha) * free places / max_requests), prefill_work "
-            "(-(blocks not cached) * (1 + load)) or added_delay (-(queued + new + (new + 1000) * "
-            "load), in tokens of prefill). The highest score wins.",
+            "(-(blocks not cached) * (1 + load)) or added_delay (-(queued + new + new * running + "
+            "1000 * load), in tokens of prefill). The highest score wins.",
         ),
     )
     load_beta: float = field(
@@ -183,6 +183,22 @@ class AccessSettings(Settings):
         metadata=about(
             "Take messages from everybody who reaches the coordinator's port, unencrypted, also "
             "those that stop the fleet; released clients and engines need it.",
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSettings(Settings):
+    """What the coordinator writes down for those who choose a policy. Immutable and picklable."""
+
+    PREFIX: ClassVar[str] = "inference_coordinator_"
+
+    record: str = field(
+        default="",
+        metadata=about(
+            "File that gets a line of JSON for every request: when it came, the hashes of its "
+            "blocks, where it went, how it ended; no prompt text. It takes 16 bytes for each block "
+            "of a prompt. tools/replay reads it, to compare policies (--workload decisions)."
         ),
     )
 

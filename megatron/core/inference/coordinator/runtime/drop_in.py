@@ -61,7 +61,6 @@ class DataParallelInferenceCoordinator:
             block_size_tokens=block_size_tokens,
             max_requests=max_requests,
             deterministic=deterministic_mode,
-            trace=schedule_output_path is not None,
         )
         settings = ProcessSettings(
             core, hostname or "127.0.0.1", inference_coordinator_port or 0, schedule_output_path

@@ -34,6 +34,7 @@ from megatron.core.inference.coordinator.settings import (
     AccessSettings,
     CoordinatorSettings,
     FleetSettings,
+    RecordSettings,
     RoutingSettings,
     SettingsError,
     flag,
@@ -152,10 +153,10 @@ def _process_settings(
         max_requests=context.max_requests,
         eviction=context.prefix_caching_eviction_policy,
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        trace=schedule_path is not None,
     )
     lock = keys.make_lock(access_settings())
-    return ProcessSettings(core, host, port or 0, schedule_path, lock=lock)
+    record = RecordSettings.from_mapping(_parsed_arguments()).record or None
+    return ProcessSettings(core, host, port or 0, schedule_path, record, lock=lock)
 
 
 _chosen_settings: RoutingSettings | None = None

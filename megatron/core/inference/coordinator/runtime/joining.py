@@ -7,6 +7,11 @@ from megatron.core.inference.coordinator.settings import SettingsError
 
 _ADDRESS = "--inference-coordinator-address"
 _DRAIN_SECONDS = "--inference-coordinator-drain-seconds"
+_OF_ITS_OWN_COORDINATOR = (
+    "inference_coordinator_port",
+    "inference_coordinator_record",
+    "coordinator_schedule_output",
+)
 
 
 def add_joining_args(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +57,8 @@ def check_joining(args: argparse.Namespace) -> None:
             f"{_ADDRESS} is {address!r}; give tcp://HOST:PORT, as tools/run_coordinator.py "
             "prints it"
         )
-    for name in ("inference_coordinator_port", "coordinator_schedule_output"):
-        if getattr(args, name) is not None:
+    for name in _OF_ITS_OWN_COORDINATOR:
+        if getattr(args, name) not in (None, ""):
             flag = "--" + name.replace("_", "-")
             raise SettingsError(
                 f"{flag} is for a coordinator that this job starts, and it joins the one at "

@@ -9,7 +9,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,7 +20,8 @@ from megatron.core.inference.coordinator.runtime import garbage, sockets
 from megatron.core.inference.coordinator.runtime.eventlog import render
 from megatron.core.inference.coordinator.runtime.fork_server import sigint_held, warm_up
 from megatron.core.inference.coordinator.runtime.keys import Guard, Lock
-from megatron.core.inference.coordinator.runtime.loop import CoordinatorLoop, write_schedule
+from megatron.core.inference.coordinator.runtime.loop import CoordinatorLoop
+from megatron.core.inference.coordinator.runtime.records import Books
 from megatron.core.inference.coordinator.settings import CoordinatorSettings
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class ProcessSettings:
         host: Address to bind, a name or a number.
         port: Port to bind; 0 lets the system choose.
         schedule_path: Where to write every decision at the end, or None.
+        record_path: Where to write every request as it ends, or None.
         log_level: Level of its log, which goes to standard error.
         lock: The keys of its peers; None lets everybody talk to it, in plain.
     """
@@ -52,6 +54,7 @@ class ProcessSettings:
     host: str = "127.0.0.1"
     port: int = 0
     schedule_path: str | None = None
+    record_path: str | None = None
     log_level: int = logging.INFO
     lock: Lock | None = None
 
@@ -123,18 +126,19 @@ def serve(
         signals: Signals that stop it.
 
     Raises:
-        OSError: See `bind`.
+        OSError: See `bind`; or the record cannot be written.
     """
     connections = sockets.raise_descriptor_limit()
     context = zmq.Context()
     router = sockets.router(context, settings.coordinator.fleet.max_frame_bytes)
     guard = None
+    books = Books(settings.coordinator, settings.schedule_path, settings.record_path)
     if settings.lock is not None:
         guard = settings.lock.guard(context)
         settings.lock.apply(router)
     try:
         address = bind(router, settings.host, settings.port)
-        loop = _make_loop(settings, router, tokenizer, guard)
+        loop = _make_loop(settings, router, tokenizer, guard, books)
         for number in signals:
             loop.stop_at(number)
         fields = {"address": address} | _policy(settings) | {"descriptors": connections}
@@ -142,8 +146,10 @@ def serve(
         listening(address)
         garbage.spare_the_old()
         loop.run()
-        _report(settings, loop)
+        _report(loop)
+        books.write_schedule(loop.core)
     finally:
+        books.close()
         router.close(linger=200)  # a last message to engines may still be on its way
         if guard is not None:
             guard.stop()
@@ -151,27 +157,35 @@ def serve(
 
 
 def _make_loop(
-    settings: ProcessSettings, router: zmq.Socket, tokenizer: Any, guard: Guard | None
+    settings: ProcessSettings,
+    router: zmq.Socket,
+    tokenizer: Any,
+    guard: Guard | None,
+    books: Books,
 ) -> CoordinatorLoop:
     parent = multiprocessing.parent_process()
     rights = {} if guard is None else {"rights_of": guard.rights}
+
+    def each_tick() -> None:
+        garbage.freeze()
+        books.flush()
+
     return CoordinatorLoop(
-        Coordinator(settings.coordinator),
+        Coordinator(replace(settings.coordinator, trace=books.kept)),
         router,
         tokenizer,
         parent.sentinel if parent else None,
-        each_tick=garbage.freeze,
+        each_tick=each_tick,
+        traced=books.add,
         **rights,
     )
 
 
-def _report(settings: ProcessSettings, loop: CoordinatorLoop) -> None:
+def _report(loop: CoordinatorLoop) -> None:
     for number, accuracy in sorted(loop.core.fleet.router.accuracy.items()):
         fields = {"rank": number, **accuracy.fields()}
         logger.info("%s", render("prediction_accuracy", fields))
     logger.info("%s", render("stopped", loop.events.summary()))
-    if settings.schedule_path is not None:
-        write_schedule(settings.schedule_path, loop)
 
 
 def _policy(settings: ProcessSettings) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """ZeroMQ sockets as every end of the protocol wants them."""
 
 import resource
-import socket as socket_module
-import struct
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -10,6 +8,7 @@ from typing import Any
 import zmq
 
 from megatron.core.inference.coordinator.messages import Right
+from megatron.core.inference.coordinator.runtime.heartbeats import Heartbeats
 from megatron.core.inference.coordinator.runtime.keys import Credentials
 
 HEARTBEAT_MS = 500
@@ -21,11 +20,8 @@ Only peers ask. A ROUTER must not: where one has as many messages waiting as it 
 not read from their peer; when that connection breaks meanwhile, libzmq (4.3.5) ends the process at
 its next heartbeat ("Assertion failed: !_io_error"). Anybody could bring that about. The time to
 live that a peer sends along does not find all: whatever follows on it stops that clock. So the
-coordinator looks itself how long ago anything came (`Mailbox.silent`).
+coordinator looks itself how long ago anything came (`heartbeats.py`).
 """
-
-_LAST_DATA_RECEIVED = struct.Struct("=52xI")
-"""In Linux's `struct tcp_info`: milliseconds."""
 
 _KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
@@ -138,8 +134,7 @@ class Mailbox:
         self, router: zmq.Socket, rights_of: Callable[[zmq.Frame], Right] = lambda frame: Right.ALL
     ):
         self._rights_of = rights_of
-        self._descriptors: dict[bytes, int] = {}
-        self._peers: dict[int, bytes] = {}
+        self._heartbeats = Heartbeats(HEARTBEAT_TIMEOUT_MS)
         self._latest: zmq.Frame | None = None
         self._receive = router.recv
         self._send = super(zmq.Socket, router).send  # zmq.Socket's own adds only options
@@ -162,42 +157,17 @@ class Mailbox:
             frames.append(frame if len(frame) > _SHARED_BUFFER else frame.bytes)
         return peer, frames, rights
 
-    def remember(self, peer: bytes) -> None:
-        """The peer of the latest message sends heartbeats: note which connection it has."""
+    def expect_heartbeats(self, peer: bytes) -> None:
+        """The peer of the latest message sends heartbeats, over the connection that it came by."""
         assert self._latest is not None
-        descriptor = int(self._latest.get(zmq.SRCFD))
-        before = self._peers.get(descriptor)
-        if before is not None:
-            del self._descriptors[before]
-        old = self._descriptors.get(peer)
-        if old is not None and old != descriptor:
-            del self._peers[old]
-        self._descriptors[peer], self._peers[descriptor] = descriptor, peer
+        self._heartbeats.expect(peer, int(self._latest.get(zmq.SRCFD)))
 
     def silent(self, peer: bytes) -> bool:
-        """Whether nothing, not even a heartbeat, has come from a peer that is remembered for 2 s.
+        """Whether nothing has come for 2 s from a peer whose heartbeats are expected.
 
         Its process is stopped, or its machine or the network is gone.
         """
-        descriptor = self._descriptors.get(peer)
-        if descriptor is None:
-            return False
-        try:
-            connection = socket_module.socket(
-                socket_module.AF_INET, socket_module.SOCK_STREAM, 0, fileno=descriptor
-            )
-        except OSError:  # closed by now, as sending will show
-            return False
-        try:
-            info = connection.getsockopt(
-                socket_module.IPPROTO_TCP, socket_module.TCP_INFO, _LAST_DATA_RECEIVED.size
-            )
-        except OSError:
-            return False
-        finally:
-            connection.detach()
-        (milliseconds,) = _LAST_DATA_RECEIVED.unpack(info)
-        return bool(milliseconds > HEARTBEAT_TIMEOUT_MS)
+        return self._heartbeats.missed(peer)
 
     def send(self, peer: bytes, frames: list[Any]) -> bool:
         """Send a message; False if the peer cannot be reached."""

@@ -1,0 +1,222 @@
+"""Files for those who study decisions: the schedule, written at the end, and the record."""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.core import Coordinator
+from megatron.core.inference.coordinator.hashing import HASH_BYTES
+from megatron.core.inference.coordinator.runtime.eventlog import render
+from megatron.core.inference.coordinator.settings import CoordinatorSettings
+
+logger = logging.getLogger(__name__)
+
+RECORD_VERSION = 1
+
+
+class Schedule:
+    """Where every answered request went, as JSON.
+
+    The keys of the released coordinator's schedule file are kept: `policy`,
+    `data_parallel_size`, `num_requests` and `records` with `request_id`, `rank_index` and
+    `num_hashes`; each record also has `prompt_tokens`, `predicted_tokens`, `cached_tokens` and
+    `in_window`, and `accuracy` has each rank's figures (`accuracy.Accuracy`).
+
+    Args:
+        path: The file; it is written by `write` and not before.
+    """
+
+    def __init__(self, path: str | Path):
+        self._path = Path(path)
+        self._records: list[dict[str, Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(self, trace: m.Trace) -> None:
+        """A request is over."""
+        if trace.outcome is m.Outcome.ANSWERED:
+            self._records.append(
+                {
+                    "request_id": trace.request_id,
+                    "rank_index": trace.rank,
+                    "num_hashes": len(trace.hashes or b"") // HASH_BYTES,
+                    "prompt_tokens": trace.prompt_tokens,
+                    "predicted_tokens": trace.predicted_tokens,
+                    "cached_tokens": trace.cached_tokens,
+                    "in_window": trace.in_window,
+                }
+            )
+
+    def write(self, core: Coordinator) -> None:
+        """Write the file, when the coordinator has ended."""
+        settings, fleet = core.settings, core.fleet
+        schedule = {
+            "policy": settings.signal.value,
+            "cost_policy": settings.routing.cost_policy.value,
+            "data_parallel_size": settings.expected_ranks,
+            "num_requests": len(self._records),
+            "accuracy": {number: a.fields() for number, a in fleet.router.accuracy.items()},
+            "weight_epoch": fleet.weight_epoch,
+            "records": sorted(self._records, key=lambda record: record["request_id"]),
+        }
+        self._path.write_text(json.dumps(schedule, indent=2))
+
+
+class Record:
+    """Every request as it ends, a line of JSON each: what tools/replay reads. No prompt text.
+
+    The first line, and another for each start of a coordinator with the same file, is
+
+        {"event": "open", "version": 1, "block_size": 256, "policy": …, "cost_policy": …}
+
+    and all others, in the order in which requests end, are
+
+        {"event": "request", "time": 1764490012.031, "seconds": 1.219, "client": "a1b2",
+         "prompt_tokens": 900, "hashes": "9f3c…", "rank": 4, "outcome": "answered",
+         "cached_tokens": 768, "output_tokens": 89}
+
+    (on one line). `time` is when it came, Unix seconds; `seconds` how long it took in all; `client`
+    the hexadecimal identity of whoever asked, null once it was gone. `hashes` are the packed block
+    hashes (little-endian int64) in hexadecimal, null where the client did not hash. `rank` had it
+    last, null where none did. `outcome` is a value of `messages.Outcome`. `cached_tokens` and
+    `output_tokens` are -1 where the engine does not tell. Requests that were refused, or whose
+    client was gone before a rank had them, are not in it. When the file cannot be written any more,
+    e.g. because the disk is full, the log says so and the coordinator goes on.
+
+    Args:
+        path: The file; lines are added to it.
+        settings: What the coordinator is started with.
+        clock: The coordinator's clock, seconds.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        settings: CoordinatorSettings,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self._failed = False
+        self._clock = clock
+        self._epoch = time.time() - clock()
+        self._write(
+            event="open",
+            version=RECORD_VERSION,
+            block_size=settings.block_size_tokens,
+            policy=settings.signal.value,
+            cost_policy=settings.routing.cost_policy.value,
+        )
+        self.flush()
+
+    def add(self, trace: m.Trace) -> None:
+        """A request is over."""
+        self._write(
+            event="request",
+            time=round(self._epoch + trace.came, 6),
+            seconds=round(self._clock() - trace.came, 6),
+            client=None if trace.client is None else trace.client.hex(),
+            prompt_tokens=trace.prompt_tokens,
+            hashes=None if trace.hashes is None else trace.hashes.hex(),
+            rank=trace.rank,
+            outcome=trace.outcome.value,
+            cached_tokens=trace.cached_tokens,
+            output_tokens=_output_tokens(trace.reply),
+        )
+
+    def flush(self) -> None:
+        """Let others see what is written."""
+        self._attempt(self._file.flush)
+
+    def close(self) -> None:
+        """Write no more."""
+        self._attempt(self._file.close)
+
+    def _write(self, **values: Any) -> None:
+        line = json.dumps(values, separators=(",", ":")) + "\n"
+        self._attempt(lambda: self._file.write(line))
+
+    def _attempt(self, action: Callable[[], Any]) -> None:
+        """Requests matter more than their record."""
+        if self._failed:
+            return
+        try:
+            action()
+        except OSError as error:
+            self._failed = True
+            with suppress(OSError):
+                self._file.close()
+            fields = {"file": self._file.name, "error": error.strerror}
+            logger.warning("%s", render("record_ended", fields))
+
+
+def _output_tokens(reply: m.Body | None) -> int:
+    """How many tokens a packed reply holds, the rest of it skipped; -1 if that is unknown."""
+    if reply is None:
+        return -1
+    unpacker = msgpack.Unpacker(strict_map_key=False)
+    unpacker.feed(bytes(reply))
+    try:
+        for _ in range(unpacker.read_map_header()):
+            if unpacker.unpack() == "generated_tokens":
+                return int(unpacker.read_array_header())
+            unpacker.skip()
+    except (ValueError, msgpack.exceptions.UnpackException):
+        pass  # it is an engine's own affair what it answers
+    return -1
+
+
+class Books:
+    """The files that a coordinator was asked to write.
+
+    Args:
+        settings: What it is started with.
+        schedule_path: Of the schedule; None for none.
+        record_path: Of the record; None for none.
+
+    Raises:
+        OSError: The record cannot be written.
+    """
+
+    def __init__(
+        self, settings: CoordinatorSettings, schedule_path: str | None, record_path: str | None
+    ):
+        self._schedule = Schedule(schedule_path) if schedule_path else None
+        self._record = Record(record_path, settings) if record_path else None
+
+    @property
+    def kept(self) -> bool:
+        """Whether there are any."""
+        return self._schedule is not None or self._record is not None
+
+    def add(self, trace: m.Trace) -> None:
+        """A request is over."""
+        if self._schedule is not None:
+            self._schedule.add(trace)
+        if self._record is not None:
+            self._record.add(trace)
+
+    def flush(self) -> None:
+        """Let others see what is written."""
+        if self._record is not None:
+            self._record.flush()
+
+    def write_schedule(self, core: Coordinator) -> None:
+        """The coordinator has ended."""
+        if self._schedule is not None:
+            self._schedule.write(core)
+
+    def close(self) -> None:
+        """Write no more."""
+        if self._record is not None:
+            self._record.close()

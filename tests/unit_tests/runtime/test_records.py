@@ -1,0 +1,148 @@
+"""What is written for those who study decisions."""
+
+import json
+import time
+
+import msgpack
+import pytest
+from builders import BLOCK, make_settings
+
+from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.core import Coordinator
+from megatron.core.inference.coordinator.runtime.records import Books, Record, Schedule
+
+HASHES = bytes(range(16))
+
+
+def trace(outcome=m.Outcome.ANSWERED, **values):
+    usual = {"request_id": 7, "client": b"\xa1b", "came": 12.0, "prompt_tokens": 9,
+             "hashes": HASHES, "rank": 4}  # fmt: skip
+    return m.Trace(outcome, **usual | values)
+
+
+def reply(**values):
+    return msgpack.packb({"request_id": 1, "prompt": [1, 2], **values, "status": "COMPLETED"})
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# --- the record --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "record.jsonl"
+
+
+def test_a_record_has_a_line_for_each_request(path):
+    record = Record(path, make_settings(), clock=lambda: 14.5)
+    before = time.time() - 14.5
+    record.add(trace(cached_tokens=8, reply=reply(generated_tokens=[5] * 20)))
+    record.close()
+    opened, request = lines(path)
+    assert opened == {
+        "event": "open",
+        "version": 1,
+        "block_size": BLOCK,
+        "policy": "longest_prefix",
+        "cost_policy": "relative_load_weighted",
+    }
+    assert request.pop("time") == pytest.approx(before + 12.0, abs=5)
+    assert request == {
+        "event": "request",
+        "seconds": 2.5,
+        "client": "a162",
+        "prompt_tokens": 9,
+        "hashes": HASHES.hex(),
+        "rank": 4,
+        "outcome": "answered",
+        "cached_tokens": 8,
+        "output_tokens": 20,
+    }
+
+
+def test_what_is_not_known_is_told_so(path):
+    record = Record(path, make_settings())
+    record.add(trace(m.Outcome.NO_REPLICA, client=None, hashes=None, rank=None, prompt_tokens=-1))
+    record.close()
+    request = lines(path)[1]
+    names = ("client", "hashes", "rank", "prompt_tokens", "cached_tokens", "output_tokens")
+    assert [request[name] for name in names] == [None, None, None, -1, -1, -1]
+    assert request["outcome"] == "no_replica"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(reply(), reply(generated_tokens=None), reply(generated_tokens=3)),
+        *(b"", b"\xc1", b"\x81", b"\x93"),
+    ],
+)
+def test_a_reply_may_be_anything(path, answer):
+    record = Record(path, make_settings())
+    record.add(trace(reply=answer))
+    record.close()
+    assert lines(path)[1]["output_tokens"] == -1
+
+
+def test_lines_are_added_to_those_of_an_earlier_coordinator(path):
+    for _ in range(2):
+        record = Record(path, make_settings())
+        record.add(trace())
+        record.close()
+    assert [line["event"] for line in lines(path)] == ["open", "request"] * 2
+
+
+def test_others_see_what_is_written_at_each_tick(path):
+    books = Books(make_settings(), None, str(path))
+    books.add(trace())
+    assert len(lines(path)) == 1
+    books.flush()
+    assert len(lines(path)) == 2
+    books.close()
+
+
+def test_a_full_disk_ends_the_record_and_nothing_else(caplog):
+    record = Record("/dev/full", make_settings())
+    for _ in range(3):
+        record.add(trace())
+        record.flush()
+    record.close()
+    (line,) = caplog.messages
+    assert line == "record_ended file='/dev/full' error='No space left on device'"
+
+
+# --- the schedule, and both --------------------------------------------------------------------
+
+
+def test_a_schedule_has_what_was_answered_by_number(tmp_path):
+    schedule = Schedule(tmp_path / "schedule.json")
+    schedule.add(trace(request_id=2))
+    schedule.add(trace(m.Outcome.REPLICA_LOST, request_id=0))
+    schedule.add(trace(request_id=1, hashes=None, predicted_tokens=4, cached_tokens=4))
+    schedule.write(Coordinator(make_settings(expected_ranks=3)))
+    written = json.loads((tmp_path / "schedule.json").read_text())
+    assert (written["num_requests"], written["data_parallel_size"]) == (2, 3)
+    assert [(r["request_id"], r["num_hashes"]) for r in written["records"]] == [(1, 0), (2, 2)]
+
+
+def test_where_nothing_is_asked_for_nothing_is_kept(tmp_path):
+    books = Books(make_settings(), None, None)
+    books.add(trace())
+    books.flush()
+    books.write_schedule(Coordinator(make_settings()))
+    books.close()
+    assert not books.kept
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_both_may_be_asked_for(tmp_path, path):
+    schedule = tmp_path / "schedule.json"
+    books = Books(make_settings(), str(schedule), str(path))
+    assert books.kept
+    books.add(trace())
+    books.write_schedule(Coordinator(make_settings()))
+    books.close()
+    assert (len(lines(path)), json.loads(schedule.read_text())["num_requests"]) == (2, 1)
