@@ -133,7 +133,7 @@ def test_it_keeps_the_blocks_that_a_cache_kept_block_by_block_keeps(seed):
         assert cache.free + cache.idle == 12
 
 
-# --- a cache that running requests do not hold on to -----------------------------------------------
+# --- a cache that running requests do not hold on to -------------------------------------------
 
 
 def test_a_loose_cache_gives_up_what_is_used_longest_ago_also_while_it_is_used():
