@@ -15,6 +15,10 @@ _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
 _MECHANISMS = [b"NULL", b"CURVE", b"PLAIN", b"GSSAPI", b"\xff" * 20]
 _HUGE_FRAME = b"\x06" + (2**63 - 1).to_bytes(8, "big")
 _READY = b"\x04\x26\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
+_OLD_PEER = b"\x01\x00"
+"""A peer without a name that speaks ZMTP 1; each of its frames begins with its length."""
+_OLD_WORDS = [b"\x01\x00", b"\x04\x00\x92\x23\x01"]
+"""A released engine's registration, and a PONG."""
 _KEPT_OPEN = 30
 """Connections that are kept, half open as they are, before the oldest is closed."""
 
@@ -38,12 +42,20 @@ class Garbage:
         self.thrown = 0
 
     def throw(self) -> None:
-        """A connection with garbage; sometimes a peer with a key of its own."""
+        """A connection with garbage; sometimes a peer with a key of its own.
+
+        Raises:
+            TargetFailed: The coordinator has ended.
+        """
         self.thrown += 1
         if self._target.ring is not None and self._rng.random() < 0.05:
             self._wrong_key()
             return
-        connection = socket.create_connection(("127.0.0.1", self._target.port), 10)
+        try:
+            connection = socket.create_connection(("127.0.0.1", self._target.port), 10)
+        except OSError:
+            self._target.check(patience=5)
+            raise
         with suppress(OSError):  # closed by the coordinator in the middle
             for piece in self._pieces():
                 connection.sendall(piece)
@@ -62,7 +74,7 @@ class Garbage:
         noise = rng.randbytes(rng.choice([0, 1, 10, 70, 5000]))
         mechanism = rng.choice(_MECHANISMS).ljust(20, b"\0")
         greeting = _GREETING[:11] + bytes([rng.randrange(4)]) + mechanism + bytes(32)
-        match rng.randrange(6):
+        match rng.randrange(7):
             case 0:
                 return [noise]
             case 1:
@@ -73,6 +85,8 @@ class Garbage:
                 return [greeting, noise]
             case 4:
                 return [greeting, _HUGE_FRAME, noise]
+            case 5:
+                return [_OLD_PEER, rng.choice(_OLD_WORDS), noise]
             case _:
                 return [greeting, _READY, rng.choice([_HUGE_FRAME, b"\x01\xff", noise]), noise]
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +71,17 @@ class Target:
         """What it logged."""
         return self._log.read_text(errors="replace")
 
-    def check(self) -> None:
+    def check(self, patience: float = 0.0) -> None:
         """Do nothing while it runs.
+
+        Args:
+            patience: Seconds to wait for its end, where it seems near.
 
         Raises:
             TargetFailed: It does not.
         """
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience)
         code = self._process.poll()
         if code is not None:
             raise TargetFailed(f"the coordinator ended with {code}:\n{self.log[-3000:]}")

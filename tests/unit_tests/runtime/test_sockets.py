@@ -1,6 +1,7 @@
 """Whole messages in and out of a ROUTER: what is copied, and who cannot be reached."""
 
 import resource
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -81,6 +82,17 @@ def test_a_peer_is_silent_when_not_even_heartbeats_come(ends):
     ends.receive()
     assert not ends.mailbox.silent(b"dumb")
     alive.close(linger=0)
+
+
+def test_a_peer_of_an_old_zmtp_has_no_connection_to_watch(ends):
+    """libzmq does not tell which one it has; the fuzz found that asking all the same is an error."""
+    port = int(ends.address.rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port)) as old:
+        old.sendall(b"\x01\x00" + b"\x06\x00hello")  # ZMTP 1: no name, and a frame
+        name, frames = ends.receive()
+        assert frames == [b"hello"]
+        ends.mailbox.expect_heartbeats(name)
+        assert not ends.mailbox.silent(name)
 
 
 def test_nothing_has_come(ends):

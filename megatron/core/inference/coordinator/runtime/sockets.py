@@ -160,7 +160,11 @@ class Mailbox:
     def expect_heartbeats(self, peer: bytes) -> None:
         """The peer of the latest message sends heartbeats, over the connection that it came by."""
         assert self._latest is not None
-        self._heartbeats.expect(peer, int(self._latest.get(zmq.SRCFD)))
+        try:
+            descriptor = int(self._latest.get(zmq.SRCFD))
+        except zmq.ZMQError:  # it speaks ZMTP 1 or 2: of such a peer libzmq knows nothing
+            return
+        self._heartbeats.expect(peer, descriptor)
 
     def silent(self, peer: bytes) -> bool:
         """Whether nothing has come for 2 s from a peer whose heartbeats are expected.
