@@ -85,7 +85,7 @@ def test_a_peer_is_silent_when_not_even_heartbeats_come(ends):
 
 
 def test_a_peer_of_an_old_zmtp_has_no_connection_to_watch(ends):
-    """libzmq does not tell which one it has; the fuzz found that asking all the same is an error."""
+    """libzmq does not tell which one it has: the fuzz found that asking for it is an error."""
     port = int(ends.address.rsplit(":", 1)[1])
     with socket.create_connection(("127.0.0.1", port)) as old:
         old.sendall(b"\x01\x00" + b"\x06\x00hello")  # ZMTP 1: no name, and a frame
