@@ -7,7 +7,8 @@ from builders import BLOCK, Fleet, hashes, tokens
 
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.delays import (
-    RUNNING_TOKENS,
+    HELD_UP,
+    REQUEST_TOKENS,
     Delays,
     added_delay,
     number_of,
@@ -19,22 +20,23 @@ from megatron.core.inference.coordinator.kv_events import CLEARED, pack_events
 
 
 @pytest.mark.parametrize(
-    ("new", "queued", "running", "load", "delay"),
+    ("new", "queued", "load", "delay"),
     [
-        (0, 0, 0, 0, 0),
-        (300, 0, 0, 0, 300),  # its own prefill
-        (300, 500, 0, 1, 1800),  # and what is before it, of a request that will run too
-        (300, 500, 2, 3, 4400),  # 800 + 2 * 300 + 3 * 1000: two others stand still meanwhile
-        (0, 0, 3, 3, 3000),
+        (0, 0, 0, 0),
+        (300, 0, 0, 300),  # its own prefill
+        (300, 500, 1, 1350),  # and what is before it; one other stands still, and shares steps
+        (300, 500, 8, 5200),
+        (300, 500, 9, 5450),  # more than 8 do not stand still the longer
+        (0, 0, 3, 750),
     ],
 )
-def test_the_formula(new, queued, running, load, delay):
-    assert RUNNING_TOKENS == 1000
-    assert added_delay(new, queued, running, load) == delay
+def test_the_formula(new, queued, load, delay):
+    assert (HELD_UP, REQUEST_TOKENS) == (8, 250)
+    assert added_delay(new, queued, load) == delay
 
 
 def delays_of(*ranks, deterministic=False):
-    """From (load, queued tokens, last assigned) of each rank; one request is what is queued."""
+    """From (load, queued tokens, last assigned) of each rank."""
     delays = Delays(deterministic)
     for number, (load, queued, last) in enumerate(ranks):
         if queued:
@@ -45,23 +47,20 @@ def delays_of(*ranks, deterministic=False):
 
 def test_an_empty_queue_is_worth_more_requests():
     delays = delays_of((1, 9000, -1), (2, 0, -1))
-    assert number_of(delays.best(500)) == 1  # 500 + 2 * 500 + 2000 against 9500 + 1000
-    assert number_of(delays.best(9000)) == 0  # 9000 + 2 * 9000 + 2000 against 18,000 + 1000
+    assert number_of(delays.best(500)) == 1  # 500 + 2 * 500 + 500 against 9500 + 500 + 250
+    assert number_of(delays.best(9000)) == 0  # 9000 + 2 * 9000 + 500 against 18,000 + 9000 + 250
 
 
-def test_who_waits_there_is_not_held_up_by_who_comes_later():
-    """Under long queues it is not the number of those that wait that counts, but their work."""
-    delays = delays_of((1, 0, -1), (0, 0, -1))
-    for request in range(5):
-        delays.begin(1, request, 100, None)
-    delays.update(1, 5, -1)
-    assert number_of(delays.best(9000)) == 1  # 9500 + 5000 against 18,000 + 1000
+def test_where_queues_are_long_their_work_counts_and_not_how_many_wait():
+    """Else short prompts gather on some ranks, and long ones queue ever longer on others."""
+    delays = delays_of((60, 700_000, -1), (250, 600_000, -1))
+    assert number_of(delays.best(77_000)) == 1
 
 
 @pytest.mark.parametrize(
     ("ranks", "best"),
     [
-        ([(2, 0, 5), (1, 1000, 6)], 1),  # 2000 each with nothing new: none is running
+        ([(2, 0, 5), (1, 250, 6)], 1),  # 500 each with nothing new: fewer are held up
         ([(0, 0, 5), (0, 0, 4)], 1),  # the one assigned longest ago
         ([(0, 0, -1), (0, 0, -1)], 0),  # the lower number
     ],
@@ -81,7 +80,7 @@ def test_the_search_finds_what_a_plain_one_does(seed):
     for _ in range(400):
         count = rng.randint(1, 12)
         ranks = [
-            (rng.randint(bool(queued), 6), queued, last)
+            (rng.randint(bool(queued), 12), queued, last)
             for last in rng.sample(range(count), count)
             for queued in [rng.choice([0, 0, 50, 1000, 4000, rng.randrange(9000)])]
         ]
@@ -91,9 +90,8 @@ def test_the_search_finds_what_a_plain_one_does(seed):
 
         def order(number, new=new, ranks=ranks):
             load, queued, last = ranks[number]
-            running = load - bool(queued)
-            charge = queued + RUNNING_TOKENS * load
-            return added_delay(new, queued, running, load), running, charge, last
+            charge = added_delay(0, queued, load)
+            return added_delay(new, queued, load), min(load, HELD_UP), charge, last
 
         for among in (some, set(range(count))):
             open_ = [n for n in among if not limit or ranks[n][0] < limit]

@@ -1,40 +1,46 @@
 """The cost policy `added_delay`: the rank where a request delays everybody least, itself included.
 
-    added delay = queued + new + new * running + RUNNING_TOKENS * load
+    added delay = queued + new + new * min(load, HELD_UP) + REQUEST_TOKENS * load
 
 in tokens of prefill, which stand for the time that they take: only ratios matter, so that no clock
 and no profile is needed. `new` is what of the prompt the rank would have to compute, `queued` the
 prefill that it was given and has not done: together the request's own wait. While its prompt is
-computed those of the rank's requests that are `running`, whose own prefill is done, stand still for
-`new`. And each of its `load` requests makes the steps of this one longer, now or when it runs, and
-this one theirs, by what `RUNNING_TOKENS` stands for.
+computed the rank's other requests stand still for `new`. And each of these `load` requests makes
+the steps of this one longer, now or when it runs, and this one theirs, by what `REQUEST_TOKENS`
+stands for.
 
-Source: issue 6. Unlike the scores of `decision.py` this one falls as a queue empties, so the best
-rank without the prompt need not be the least loaded one. Ranks are kept by how many run, then by
-the rest of the formula: of each number only the first can win, and whoever has so many running that
-they alone cost more than the best so far ends the search. It looks at one rank for each number that
-comes into question.
+Of those held up only so many count. If all did, the sum of all delays would indeed be least, and
+nobody would want it: ranks with long queues would get ever more short prompts, a few others all the
+long ones, and these would wait for minutes and work on when the others are through.
+
+Source: issue 6, and replay of its workloads. Unlike the scores of `decision.py` this one falls as a
+queue empties, so the best rank without the prompt need not be the least loaded one. Ranks are kept
+by how many are held up there, then by the rest of the formula: of each number only the first can
+win, and there are few numbers.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-RUNNING_TOKENS = 1000
-"""What one more running request costs the others and itself while both decode, in tokens of
-prefill. In replay nothing between 300 and 1,500 could be told from it."""
+HELD_UP = 8
+"""Requests of a rank that count as held up by a prefill, at most. In replay 5 to 16 do alike."""
+
+REQUEST_TOKENS = 250
+"""What one more request costs the others and itself, in tokens of prefill. In replay nothing
+between 0 and 500 could be told from it; more drives sessions away from what is cached for them."""
 
 _MOST_TOKENS = 2**40  # prompt lengths are told by clients
 _NUMBER_BITS, _RECENCY_BITS, _CHARGE_BITS = 16, 48, 64
 _CHARGE_SHIFT = _NUMBER_BITS + _RECENCY_BITS
-_RUNNING_SHIFT = _CHARGE_SHIFT + _CHARGE_BITS
+_HELD_UP_SHIFT = _CHARGE_SHIFT + _CHARGE_BITS
 
 Found = tuple[int, int]
 """The delay that a rank would add, and the rank's key: what comes first in order is better."""
 
 
-def added_delay(new: int, queued: int, running: int, load: int) -> int:
+def added_delay(new: int, queued: int, load: int) -> int:
     """Tokens of prefill, by the formula above."""
-    return queued + new + new * running + RUNNING_TOKENS * load
+    return queued + new + new * min(load, HELD_UP) + REQUEST_TOKENS * load
 
 
 def number_of(found: Found) -> int:
@@ -47,8 +53,8 @@ class Delays:
 
     A request's prefill is queued from its routing until its last full block is stored, or it is
     answered; engines prefill first come first served, so both also end what was routed before.
-    Ties go to whoever has fewer running, then to what the queue and the load cost less, then to the
-    rank assigned least recently, then to the lowest number.
+    Ties go to where fewer are held up, then to where queue and load cost less, then to the rank
+    assigned least recently, then to the lowest number.
 
     Args:
         deterministic: Leave recency out.
@@ -74,9 +80,8 @@ class Delays:
         """
         self.remove(rank)
         recency = 0 if self._deterministic else last_assigned + 1
-        running = load - len(self._queues.get(rank, ()))
-        charge = added_delay(0, self._tokens.get(rank, 0), running, load)
-        key = (running << _CHARGE_BITS | charge) << _RECENCY_BITS | recency
+        charge = added_delay(0, self._tokens.get(rank, 0), load)
+        key = (min(load, HELD_UP) << _CHARGE_BITS | charge) << _RECENCY_BITS | recency
         self._loads[rank] = load
         self._keys[rank] = key = key << _NUMBER_BITS | rank
         insort(self._order, key)
@@ -145,14 +150,14 @@ class Delays:
         order, at, best = self._order, 0, None
         while at < len(order):
             key = order[at]
-            running = key >> _RUNNING_SHIFT
-            if best is not None and added_delay(new, 0, running, running) >= best[0]:
+            held_up = key >> _HELD_UP_SHIFT
+            if best is not None and added_delay(new, 0, held_up) >= best[0]:
                 break
             rank = key & ((1 << _NUMBER_BITS) - 1)
             if (not limit or self._loads[rank] < limit) and accept(rank):
                 found = _delay(key, new), key
                 best = found if best is None else min(best, found)
-                at = bisect_left(order, (running + 1) << _RUNNING_SHIFT, at)
+                at = bisect_left(order, (held_up + 1) << _HELD_UP_SHIFT, at)
             else:
                 at += 1
         return best
@@ -180,9 +185,8 @@ class Delays:
         assert self._order == sorted(self._keys.values()), "the order is none"
         assert self._loads == live
         for rank, key in self._keys.items():
-            queue = self._queues.get(rank, {})
-            assert key >> _RUNNING_SHIFT == live[rank] - len(queue), "running ones were miscounted"
-            assert _charge(key) == self.queued(rank) + RUNNING_TOKENS * live[rank]
+            assert key >> _HELD_UP_SHIFT == min(live[rank], HELD_UP)
+            assert _charge(key) == added_delay(0, self.queued(rank), live[rank])
 
 
 def _charge(key: int) -> int:
@@ -190,4 +194,4 @@ def _charge(key: int) -> int:
 
 
 def _delay(key: int, new: int) -> int:
-    return new + new * (key >> _RUNNING_SHIFT) + _charge(key)
+    return new + new * (key >> _HELD_UP_SHIFT) + _charge(key)
