@@ -24,14 +24,14 @@ from megatron.core.inference.coordinator.kv_events import CLEARED, pack_events
     [
         (0, 0, 0, 0),
         (300, 0, 0, 300),  # its own prefill
-        (300, 500, 1, 1350),  # and what is before it; one other stands still, and shares steps
-        (300, 500, 8, 5200),
-        (300, 500, 9, 5450),  # more than 8 do not stand still the longer
-        (0, 0, 3, 750),
+        (300, 500, 1, 1600),  # and what is before it; one other stands still, and shares steps
+        (300, 500, 8, 7200),
+        (300, 500, 9, 7700),  # more than 8 do not stand still the longer
+        (0, 0, 3, 1500),
     ],
 )
 def test_the_formula(new, queued, load, delay):
-    assert (HELD_UP, REQUEST_TOKENS) == (8, 250)
+    assert (HELD_UP, REQUEST_TOKENS) == (8, 500)
     assert added_delay(new, queued, load) == delay
 
 
@@ -47,8 +47,8 @@ def delays_of(*ranks, deterministic=False):
 
 def test_an_empty_queue_is_worth_more_requests():
     delays = delays_of((1, 9000, -1), (2, 0, -1))
-    assert number_of(delays.best(500)) == 1  # 500 + 2 * 500 + 500 against 9500 + 500 + 250
-    assert number_of(delays.best(9000)) == 0  # 9000 + 2 * 9000 + 500 against 18,000 + 9000 + 250
+    assert number_of(delays.best(500)) == 1  # 500 + 2 * 1000 against 9500 + 1000
+    assert number_of(delays.best(9000)) == 0  # 9000 + 2 * 9500 against 18,000 + 9500
 
 
 def test_where_queues_are_long_their_work_counts_and_not_how_many_wait():
@@ -60,7 +60,7 @@ def test_where_queues_are_long_their_work_counts_and_not_how_many_wait():
 @pytest.mark.parametrize(
     ("ranks", "best"),
     [
-        ([(2, 0, 5), (1, 250, 6)], 1),  # 500 each with nothing new: fewer are held up
+        ([(2, 0, 5), (1, 500, 6)], 1),  # 1000 each with nothing new: fewer are held up
         ([(0, 0, 5), (0, 0, 4)], 1),  # the one assigned longest ago
         ([(0, 0, -1), (0, 0, -1)], 0),  # the lower number
     ],

@@ -13,7 +13,7 @@ from replay.decision_log import read_decisions
 from replay.experiment import Setting, WorkloadMaker
 from replay.generator import Shape, rollouts
 from replay.jsonl import read_sessions
-from replay.profiles import PROFILES
+from replay.profiles import PROFILES, find_profile
 from replay.simulation import Fleet
 from replay.workload import InputError, Workload
 
@@ -73,7 +73,7 @@ def _add_traffic(group: Any) -> None:
 def _add_fleet(group: Any) -> None:
     fleet = Fleet(PROFILES["reference"])
     add = group.add_argument
-    add("--profile", choices=PROFILES, default=fleet.profile.name)
+    add("--profile", default=fleet.profile.name, help="reference, strict, or a file of one's own")
     add("--replicas", type=_positive, default=fleet.replicas)
     add("--cache", type=_positive, metavar="TOKENS", help="of each replica")
     add("--max-requests", type=_positive, help="that a replica runs at once")
@@ -89,7 +89,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
         InputError: They do not go together.
     """
     make = workload_maker(args)
-    profile = PROFILES[args.profile]
+    profile = find_profile(args.profile)
     size = make(args.seeds[0]).block_size
     changes = {"block_size": size, "cache_tokens": args.cache, "max_requests": args.max_requests}
     profile = replace(profile, **{name: v for name, v in changes.items() if v is not None})

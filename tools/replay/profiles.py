@@ -1,6 +1,10 @@
 """What a modelled replica can do, and how long its steps take."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+
+from replay.workload import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +55,20 @@ PROFILES = {
         Profile("strict", 8e-3, 0.0667e-3, 0.12e-3, 0.03e-6),
     )
 }
+
+
+def find_profile(name: str) -> Profile:
+    """A profile by name, or from a file that tools/calibrate_replay.py wrote with --json.
+
+    Raises:
+        InputError: There is none.
+    """
+    if name in PROFILES:
+        return PROFILES[name]
+    try:
+        return Profile(**json.loads(Path(name).read_text())["profile"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"--profile {name} is none of {', '.join(PROFILES)}, and no file that "
+            f"tools/calibrate_replay.py --json wrote ({error})"
+        ) from None

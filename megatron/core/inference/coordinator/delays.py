@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 HELD_UP = 8
 """Requests of a rank that count as held up by a prefill, at most. In replay 5 to 16 do alike."""
 
-REQUEST_TOKENS = 250
-"""What one more request costs the others and itself, in tokens of prefill. In replay nothing
-between 0 and 500 could be told from it; more drives sessions away from what is cached for them."""
+REQUEST_TOKENS = 500
+"""What one more request costs the others and itself, in tokens of prefill. In replay less leaves
+ranks idle when few sessions are left, more drives sessions away from what is cached for them."""
 
 _MOST_TOKENS = 2**40  # prompt lengths are told by clients
 _NUMBER_BITS, _RECENCY_BITS, _CHARGE_BITS = 16, 48, 64

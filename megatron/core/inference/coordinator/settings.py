@@ -47,7 +47,7 @@ class RoutingSettings(Settings):
             "(fraction - beta * (load - mean) / max(1, mean)), free_capacity_weighted "
             "(alpha * fraction + (1 - alpha) * free places / max_requests), prefill_work "
             "(-(blocks not cached) * (1 + load)) or added_delay (-(queued + new + new * min(load, "
-            "8) + 250 * load), in tokens of prefill). The highest score wins.",
+            "8) + 500 * load), in tokens of prefill). The highest score wins.",
         ),
     )
     load_beta: float = field(
