@@ -777,7 +777,12 @@ def test_a_drain_time_that_is_none_is_told(parsed, seconds):
 
 
 @pytest.mark.parametrize(
-    "flag", ["--inference-coordinator-port=6000", "--coordinator-schedule-output=decisions.json"]
+    "flag",
+    [
+        "--inference-coordinator-port=6000",
+        "--inference-coordinator-record=requests.jsonl",
+        "--coordinator-schedule-output=decisions.json",
+    ],
 )
 def test_what_is_for_a_coordinator_of_the_job_s_own_is_refused_beside_it(parsed, flag):
     name = flag.partition("=")[0]
