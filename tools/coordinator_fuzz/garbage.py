@@ -17,8 +17,7 @@ _HUGE_FRAME = b"\x06" + (2**63 - 1).to_bytes(8, "big")
 _READY = b"\x04\x26\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
 _OLD_PEER = b"\x01\x00"
 """A peer without a name that speaks ZMTP 1; each of its frames begins with its length."""
-_OLD_WORDS = [b"\x01\x00", b"\x04\x00\x92\x23\x01"]
-"""A released engine's registration, and a PONG."""
+_OLD_PONG = b"\x04\x00\x92\x23\x01"
 _KEPT_OPEN = 30
 """Connections that are kept, half open as they are, before the oldest is closed."""
 
@@ -86,7 +85,7 @@ class Garbage:
             case 4:
                 return [greeting, _HUGE_FRAME, noise]
             case 5:
-                return [_OLD_PEER, rng.choice(_OLD_WORDS), noise]
+                return [_OLD_PEER, _OLD_PONG, noise]
             case _:
                 return [greeting, _READY, rng.choice([_HUGE_FRAME, b"\x01\xff", noise]), noise]
 
