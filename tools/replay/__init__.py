@@ -10,6 +10,7 @@ baselines  released_scoring           or something to compare it with
 policies                              policies by name
 simulation  figures                   one run in virtual time, and what is measured of it
 experiment  table                     many runs, side by side
-claims  pages  plots  advice          what is made of them
+claims  pages  plots  looks  advice   what is made of them
+calibrate                             a profile from the steps of a real engine
 options  command                      the command line
 """

@@ -1,9 +1,9 @@
 """What to recommend: which of the coordinator's policies, what it gains and costs, how sure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from replay.experiment import Comparison, Run
-from replay.figures import mean_and_spread
+from replay.figures import BY_KEY, Measured, mean_and_spread
 from replay.policies import BASELINES, kind_of
 
 CLOSE = 0.01
@@ -11,35 +11,60 @@ CLOSE = 0.01
 
 DEFAULT = "relative:1@events"
 LEAST_LOADED = "load_balanced"
+_DECIDING = ("makespan", "ttft_p99")
 
 
 def recommended(comparison: Comparison, names: Sequence[str]) -> str:
-    """Of the policies with about the shortest makespan, the one with the lowest TTFT p99."""
-    span = {name: _mean(comparison.runs[name], "makespan") for name in names}
-    shortest = min(span.values())
-    close = [name for name in names if span[name] <= shortest * (1 + CLOSE)]
-    return min(close, key=lambda name: _mean(comparison.runs[name], "ttft_p99"))
+    """Of the policies with about the shortest makespan, the one with the lowest TTFT p99.
+
+    Among equals the one named first: there is nothing else to tell them apart by.
+    """
+    return chosen({name: _means(comparison.runs[name]) for name in names})
+
+
+def chosen(figures: Mapping[str, Measured]) -> str:
+    """The same rule, for any figures: of one seed, or means over seeds."""
+    shortest = min(measured["makespan"] for measured in figures.values())
+    close = [name for name in figures if figures[name]["makespan"] <= shortest * (1 + CLOSE)]
+    return min(close, key=lambda name: figures[name]["ttft_p99"])
+
+
+def ahead(one: Measured, other: Measured) -> bool | None:
+    """Whether the rule prefers one of two runs to the other; None if it takes them as equal."""
+    either_way = chosen({"one": one, "other": other}), chosen({"other": other, "one": one})
+    return either_way[0] == "one" if either_way[0] == either_way[1] else None
+
+
+def advised(comparison: Comparison) -> str | None:
+    """The policy of the coordinator's that is recommended; None if none was run."""
+    own = _own(comparison)
+    return recommended(comparison, own) if own else None
 
 
 def advice(comparison: Comparison) -> list[str]:
     """The recommendation, in paragraphs."""
-    own = [name for name in comparison.runs if kind_of(name) not in BASELINES]
-    if not own:
+    best = advised(comparison)
+    if len(comparison.runs) == 1:
+        return [f"Only {next(iter(comparison.runs))} was run: nothing was compared."]
+    if best is None:
         return ["None of the policies compared is one of the coordinator's."]
-    best = recommended(comparison, own)
     paragraphs = [_what(comparison, best)]
     paragraphs += [
-        _against(comparison, best, other)
+        f"Against {other}: " + _differences(comparison, other, best)
         for other in (LEAST_LOADED, DEFAULT)
         if other in comparison.runs and other != best
     ]
     overall = recommended(comparison, list(comparison.runs))
-    if overall != best:
+    if ahead(_means(comparison.runs[overall]), _means(comparison.runs[best])):
         paragraphs.append(
-            f"{overall}, which is not one of the coordinator's, did better by the same rule: "
-            + _differences(comparison, best, overall)
+            f"{overall}, which is not one of the coordinator's, did better by the same rule. "
+            f"Against {best}: " + _differences(comparison, best, overall)
         )
-    return [*paragraphs, _how_sure(comparison, best, own)]
+    return [*paragraphs, _how_sure(comparison, best)]
+
+
+def _own(comparison: Comparison) -> list[str]:
+    return [name for name in comparison.runs if kind_of(name) not in BASELINES]
 
 
 def _what(comparison: Comparison, best: str) -> str:
@@ -47,49 +72,59 @@ def _what(comparison: Comparison, best: str) -> str:
     return (
         f"Use {best}: it skips {_mean(runs, 'skip'):.1%} of the prompt tokens (one infinite cache "
         f"would skip {comparison.bound:.1%}), all is done after {_mean(runs, 'makespan'):,.0f} s, "
-        f"TTFT p99 is {_mean(runs, 'ttft_p99'):.2f} s and the most loaded replica has "
-        f"{_mean(runs, 'max_median'):.2f} times the median load. Rule: of the policies within "
-        f"{CLOSE:.0%} of the shortest makespan, the lowest TTFT p99."
+        f"TTFT p99 is {_mean(runs, 'ttft_p99'):.2f} s, and while the fleet is busy the highest "
+        f"load is on average {_mean(runs, 'max_median'):.2f} times the median (a median below 1 "
+        f"counts as 1). Rule: of the policies within {CLOSE:.0%} of the shortest makespan, the "
+        f"lowest TTFT p99."
     )
-
-
-def _against(comparison: Comparison, best: str, other: str) -> str:
-    return f"Against {other}: " + _differences(comparison, other, best)
 
 
 def _differences(comparison: Comparison, before: str, after: str) -> str:
     parts = []
-    for key, title in (("makespan", "makespan"), ("ttft_p99", "TTFT p99"), ("busy_cv", "busy CV")):
+    for key in ("makespan", "ttft_p99", "busy_cv"):
         old, new = (_mean(comparison.runs[name], key) for name in (before, after))
-        change = (new / old - 1) if old else 0.0
-        parts.append(f"{title} {change:+.1%}")
+        parts.append(f"{BY_KEY[key].title} {_change(old, new)}{_verdict(key, old, new)}")
     old, new = (_mean(comparison.runs[name], "skip") for name in (before, after))
-    parts.append(f"skip rate {100 * (new - old):+.1f} points")
+    parts.append(f"skip rate {100 * (new - old):+.1f} points{_verdict('skip', old, new)}")
     return ", ".join(parts) + "."
 
 
-def _how_sure(comparison: Comparison, best: str, own: Sequence[str]) -> str:
-    seeds = len(comparison.runs[best])
-    others = [name for name in own if name != best]
+def _change(old: float, new: float) -> str:
+    return f"{new / old - 1:+.1%}" if old else f"from 0 to {new:.2f}"
+
+
+def _verdict(key: str, old: float, new: float) -> str:
+    gain = (new - old) * BY_KEY[key].better
+    if abs(gain) < 0.0005 * (abs(old) or 1.0):
+        return " (equal)"  # it is shown as 0.0 %
+    return " (better)" if gain > 0 else " (worse)"
+
+
+def _how_sure(comparison: Comparison, best: str) -> str:
+    others = [name for name in _own(comparison) if name != best]
     if not others:
-        return "It was compared with no other policy of the coordinator's."
+        return "How sure: it was compared with no other policy of the coordinator's."
     second = recommended(comparison, others)
-    if seeds == 1:
+    runs = comparison.runs[best]
+    if len(runs) == 1:
         return f"How sure: one seed was run, so nothing is known of chance. Next is {second}."
-    wins = sum(
-        _order(a) <= _order(b)
-        for a, b in zip(comparison.runs[best], comparison.runs[second], strict=True)
-    )
-    spread = mean_and_spread([run.figures for run in comparison.runs[best]], "makespan")[1]
+    spread = mean_and_spread([run.figures for run in runs], "makespan")[1]
     return (
-        f"How sure: next is {second}; seed by seed {best} is ahead of it in {wins} of {seeds}, "
-        f"and its own makespan varies by ±{spread:,.0f} s between seeds. The replicas are a model: "
-        f"trust the order of policies that differ by more than a few percent, not the seconds."
+        f"How sure: next is {second}; seed by seed, by the same rule, {best} is ahead of it in "
+        f"{_wins(runs, comparison.runs[second])}; its own makespan varies by ±{spread:,.0f} s "
+        f"between seeds. The replicas are a model: trust the order of policies that differ by more "
+        f"than a few percent, not the seconds."
     )
 
 
-def _order(run: Run) -> float:
-    return run.figures["makespan"] * (1 + CLOSE * run.figures["ttft_p99"])
+def _wins(runs: Sequence[Run], others: Sequence[Run]) -> str:
+    results = [ahead(a.figures, b.figures) for a, b in zip(runs, others, strict=True)]
+    equal = results.count(None)
+    return f"{results.count(True)} of {len(results)}" + (f" (equal in {equal})" if equal else "")
+
+
+def _means(runs: Sequence[Run]) -> Measured:
+    return {key: _mean(runs, key) for key in _DECIDING}
 
 
 def _mean(runs: Sequence[Run], key: str) -> float:

@@ -1,6 +1,7 @@
 """The tool from its arguments to what it writes."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,15 +23,16 @@ def main(description: str | None, argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    args = parser(description).parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = parser(description).parse_args(words)
     try:
-        return _claims(args) if args.claims else _compare(args)
+        return _claims(args) if args.claims else _compare(args, words)
     except (InputError, UnknownPolicy) as error:
         print(f"replay: {error}", file=sys.stderr)
         return 2
 
 
-def _compare(args: argparse.Namespace) -> int:
+def _compare(args: argparse.Namespace, words: Sequence[str]) -> int:
     conditions = Conditions(args.eviction, args.max_rank_requests)
     policies = parse_policies(args.policies, conditions)
     setting = setting_of(args)
@@ -42,8 +44,14 @@ def _compare(args: argparse.Namespace) -> int:
     if args.html:
         from replay.pages import write_page
 
-        write_page(args.html, comparison, described(setting))
+        line = shlex.join(["python", "tools/replay", *words])
+        write_page(args.html, comparison, described(setting), line)
         _say_written(args.html)
+    if args.pictures:
+        from replay.plots import write_pictures
+
+        for path in write_pictures(args.pictures, comparison):
+            _say_written(path)
     return 0
 
 

@@ -19,7 +19,7 @@ WorkloadMaker = Callable[[int], Workload]
 """The sessions of a seed, in the order in which they start."""
 
 _PICTURE_SAMPLES = 240
-"""Points in time that a picture of loads shows."""
+"""Stretches of time that a picture of loads shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Run:
         figures: What was measured.
         ttft: Percentiles 0 to 100 of the time to the first token, seconds.
         times: Of `loads`, seconds.
-        loads: Requests in flight on each replica, at some points in time.
+        loads: Requests in flight on each replica, mean over some stretches of time.
     """
 
     policy: str
@@ -59,7 +59,7 @@ class Run:
     figures: Measured
     ttft: list[float]
     times: list[float]
-    loads: list[list[int]]
+    loads: list[list[float]]
 
 
 @dataclass(slots=True)
@@ -135,8 +135,11 @@ def _run(policy: Policy, seed: int, progress: Callable[[int], object] = lambda c
     return Run(policy.name, seed, measure(outcome), ttft.tolist(), times, loads)
 
 
-def _picture(outcome: Outcome) -> tuple[list[float], list[list[int]]]:
-    """Loads at evenly spread points in time."""
+def _picture(outcome: Outcome) -> tuple[list[float], list[list[float]]]:
+    """Mean loads of evenly spread stretches of time, and when each begins."""
     count = len(outcome.loads)
-    shown = np.unique(np.linspace(0, count - 1, min(count, _PICTURE_SAMPLES)).astype(int))
-    return (shown * SAMPLE_SECONDS).tolist(), outcome.loads[shown].tolist()
+    bins = min(count, _PICTURE_SAMPLES)
+    starts = np.unique(np.linspace(0, count, bins, endpoint=False).astype(int))
+    sums = np.add.reduceat(outcome.loads, starts, axis=0)
+    means = sums / np.diff([*starts, count])[:, None]
+    return (starts * SAMPLE_SECONDS).tolist(), means.tolist()

@@ -38,26 +38,54 @@ class Figure:
     meaning: str
     better: int = -1
 
+    @property
+    def heading(self) -> str:
+        """The title and the unit."""
+        return f"{self.title}, {self.unit}" if self.unit else self.title
+
+
+_TTFT = "from sending a request to its first token"
+_REQUEST = "from sending a request to its last token"
+_CV = "standard deviation / mean of the replicas' loads, averaged over"
+_T90 = "from the start until fewer than 90 % of the target sessions are live, for good"
+_IDLE = "share of all samples of replicas that have no load while another has 2 or more"
+_PASSED = (
+    "share of prompt tokens that another replica had cached and the chosen one had not, "
+    "of every 4th request"
+)
+_PASSED_FOR = "how many requests more that other replica had, mean over the requests so passed"
+_MAX_MEDIAN = "highest load / max(1, median load) of the replicas, averaged over busy samples"
+_MISSED = "prefill max/mean: tokens that the replica with most prefilled / mean over the replicas"
 
 FIGURES = (
-    Figure("skip", "skip", "", 3, "prompt tokens whose prefill was skipped, of all", 1),
-    Figure("makespan", "makespan", "s", 0, "until the last answer"),
-    Figure("t90", "t90", "s", 0, "until fewer than 90 % of the target sessions are live for good"),
-    Figure("ttft_p50", "TTFT p50", "s", 2, "from sending to the first token, median"),
-    Figure("ttft_p90", "TTFT p90", "s", 2, "the same, 90th percentile"),
-    Figure("ttft_p99", "TTFT p99", "s", 2, "the same, 99th percentile"),
-    Figure("request_p50", "request p50", "s", 2, "from sending to the last token, median"),
-    Figure("request_p99", "request p99", "s", 2, "the same, 99th percentile"),
-    Figure("busy_cv", "busy CV", "", 2, "deviation of load / mean, mean over busy samples"),
-    Figure("tail_cv", "tail CV", "", 2, "the same over tail samples"),
-    Figure("idle", "idle", "", 3, "samples of a replica without load while another has 2 or more"),
-    Figure("max_median", "max/median", "", 2, "highest load / median, mean over busy samples"),
-    Figure("missed", "missed", "", 2, "tokens prefilled by the replica with most / mean"),
+    Figure("skip", "skip", "", 3, "share of prompt tokens whose prefill was skipped", 1),
+    Figure("makespan", "makespan", "s", 0, "from the start until the last answer has ended"),
+    Figure("t90", "t90", "s", 0, _T90),
+    Figure("ttft_p50", "TTFT p50", "s", 2, f"{_TTFT}, median"),
+    Figure("ttft_p90", "TTFT p90", "s", 2, f"{_TTFT}, 90th percentile"),
+    Figure("ttft_p99", "TTFT p99", "s", 2, f"{_TTFT}, 99th percentile"),
+    Figure("request_p50", "request p50", "s", 2, f"{_REQUEST}, median"),
+    Figure("request_p99", "request p99", "s", 2, f"{_REQUEST}, 99th percentile"),
+    Figure("busy_cv", "busy CV", "", 2, f"{_CV} busy samples"),
+    Figure("tail_cv", "tail CV", "", 2, f"{_CV} tail samples"),
+    Figure("idle", "idle", "", 3, _IDLE),
+    Figure("max_median", "max/median", "", 2, _MAX_MEDIAN),
+    Figure("missed", "missed", "", 2, _MISSED),
     Figure("prefill_share", "prefill", "", 3, "share of all step time that went into prefill"),
-    Figure("passed_over", "passed", "", 3, "tokens cached elsewhere alone, of every 4th request"),
-    Figure("load_saved", "passed for", "", 1, "requests that the other one had more, mean"),
-    Figure("index_blocks", "index", "", 0, "most blocks that the index held", 0),
+    Figure("passed_over", "passed", "", 3, _PASSED),
+    Figure("load_saved", "passed for", "", 1, _PASSED_FOR, 0),
+    Figure("index_blocks", "index", "", 0, "most blocks that the coordinator's index held", 0),
 )  # fmt: skip
+
+TERMS = {
+    "load": f"requests in flight on a replica, sampled every {SAMPLE_SECONDS:g} s",
+    "live": "a session from its start to its last answer, the gaps between its turns included",
+    "target sessions": "how many are to be live at once: --concurrency, or all with --speedup",
+    "busy samples": f"those while at least {BUSY:.0%} of the target sessions are live",
+    "tail samples": f"those while fewer than {TAIL:.0%} of the target sessions are live",
+    "p50, p90, p99": "percentiles over all requests of a run",
+}
+"""What the meanings of figures take for granted."""
 
 BY_KEY = {figure.key: figure for figure in FIGURES}
 
@@ -146,6 +174,5 @@ def markdown_definitions() -> str:
     """The figures as the docs define them."""
     lines = ["| figure | what it is |", "| --- | --- |"]
     for figure in FIGURES:
-        unit = f", {figure.unit}" if figure.unit else ""
-        lines.append(f"| {figure.title}{unit} | {figure.meaning} |")
+        lines.append(f"| {figure.heading} | {figure.meaning} |")
     return "\n".join(lines) + "\n"

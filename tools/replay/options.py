@@ -48,6 +48,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     run.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
     run.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
     run.add_argument(
+        "--pictures", type=Path, metavar="FOLDER", help="write each picture as an SVG file"
+    )
+    run.add_argument(
         "--claims", type=Path, metavar="FILE", help="check the reported claims instead"
     )
     run.add_argument("--quiet", action="store_true", help="no progress bar")

@@ -14,7 +14,7 @@ COLUMNS = tuple(f for f in FIGURES if f.key not in ("ttft_p90", "request_p50", "
 
 def rows(comparison: Comparison, columns: Sequence[Figure] = COLUMNS) -> list[list[str]]:
     """A header and a row for every policy; over more seeds than one with the spread."""
-    table = [["policy", *(column.title for column in columns)]]
+    table = [["policy", *(column.heading for column in columns)]]
     for name, runs in comparison.runs.items():
         table.append([name, *(shown(runs, column) for column in columns)])
     return table
@@ -23,8 +23,22 @@ def rows(comparison: Comparison, columns: Sequence[Figure] = COLUMNS) -> list[li
 def shown(runs: Sequence[Run], figure: Figure) -> str:
     """The mean of a figure over seeds, and half the distance of its extremes."""
     mean, spread = mean_and_spread([run.figures for run in runs], figure.key)
-    text = f"{mean:,.{figure.digits}f}"
+    text = f"{round(mean, figure.digits) + 0.0:,.{figure.digits}f}"  # no -0.0
     return f"{text} ±{spread:,.{figure.digits}f}" if len(runs) > 1 else text
+
+
+def best_of(comparison: Comparison, figure: Figure) -> frozenset[str]:
+    """The policies that are best by a figure, as it is shown: several may look the same.
+
+    None of them where neither more nor less is better, or where all look the same.
+    """
+    means = {
+        name: round(mean_and_spread([run.figures for run in runs], figure.key)[0], figure.digits)
+        for name, runs in comparison.runs.items()
+    }
+    best = max(mean * figure.better for mean in means.values())
+    names = frozenset(name for name, mean in means.items() if mean * figure.better == best)
+    return names if len(names) < len(means) else frozenset()
 
 
 def aligned(table: Sequence[Sequence[str]]) -> str:

@@ -12,11 +12,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
-from replay import claims
+from replay import claims, looks, plots
 from replay.advice import advice, recommended
 from replay.command import main
 from replay.experiment import Comparison, Run
-from replay.figures import FIGURES, bound, markdown_definitions, measure
+from replay.figures import BY_KEY, FIGURES, bound, markdown_definitions, measure
 from replay.pages import page
 from replay.simulation import Outcome
 from replay.table import summary
@@ -43,9 +43,13 @@ def figures(**values):
 
 def comparison(**policies):
     """Policies by name, with figures of each seed."""
+    return named({n.replace("__", "@").replace("_5", ":0.5"): runs for n, runs in policies.items()})
+
+
+def named(policies):
     made = Comparison("w", 100, 0.9)
     for name, runs in policies.items():
-        made.runs[name.replace("__", "@").replace("_5", ":0.5")] = [
+        made.runs[name] = [
             Run(name, seed, figures(**run), [0.1] * 101, [0.0, 1.0], [[1, 2], [2, 1]])
             for seed, run in enumerate(runs)
         ]
@@ -92,6 +96,7 @@ def test_the_table_shows_the_spread_of_several_seeds():
     text = summary(comparison(pinned=[{"skip": 0.5}, {"skip": 0.7}], load_balanced=[{}, {}]))
     (row,) = [line for line in text.splitlines() if line.startswith("pinned")]
     assert "0.600 ±0.100" in row
+    assert "-0.0" not in summary(comparison(pinned=[{"load_saved": -0.001}]))
 
 
 def test_of_policies_that_are_about_as_fast_the_one_with_the_lowest_tail_is_recommended():
@@ -110,13 +115,129 @@ def test_of_policies_that_are_about_as_fast_the_one_with_the_lowest_tail_is_reco
     assert "one seed was run" in words[-1]
 
 
+def test_seed_by_seed_the_same_rule_tells_who_is_ahead():
+    runs = comparison(
+        relative__events=[{"makespan": 1009, "ttft_p99": 1.9}] * 2,  # within 1 %, and lower
+        prefill_work__events=[{"makespan": 1000, "ttft_p99": 2.0}] * 2,
+    )
+    assert advice(runs)[0].startswith("Use relative@events")
+    assert "relative@events is ahead of it in 2 of 2;" in advice(runs)[-1]
+
+
+def test_a_tie_is_no_win():
+    runs = comparison(relative__events=[{}, {}, {}], prefill_work__events=[{}, {}, {}])
+    runs.runs["prefill_work@events"][2].figures["makespan"] = 2.0
+    assert "is ahead of it in 1 of 3 (equal in 2);" in advice(runs)[-1]
+    even = comparison(pinned=[{}], relative__events=[{}], prefill_work__events=[{}])
+    assert not any("did better" in text for text in advice(even))
+
+
+def test_differences_say_which_way_is_better():
+    runs = comparison(
+        load_balanced=[{"makespan": 2.0, "skip": 0.5, "busy_cv": 0.0}],
+        relative__events=[{"skip": 0.9, "busy_cv": 0.3}],
+    )
+    assert (
+        "Against load_balanced: makespan -50.0% (better), TTFT p99 +0.0% (equal), "
+        "busy CV from 0 to 0.30 (worse), skip rate +40.0 points (better)."
+    ) in advice(runs)
+
+
+def test_of_one_policy_it_is_said_that_nothing_was_compared():
+    assert advice(comparison(relative__events=[{}])) == [
+        "Only relative@events was run: nothing was compared."
+    ]
+    text = page(comparison(relative__events=[{}]), {}, "")
+    assert "class=best" not in text
+    assert "class=recommended" not in text
+
+
+# --- the page ----------------------------------------------------------------------------------
+
+
+def test_pictures_of_some_policies_have_the_recommended_and_the_default_and_say_how_many():
+    slow, kinds = [{"makespan": 9.0}], ("random", "pinned", "round_robin", "load_balanced")
+    others = ["consistent_hash", *(f"capacity:0.{n}@events" for n in range(5))]
+    names = [*kinds, *others, "relative:0@events", "relative:2@events", "relative:1@events"]
+    runs = named({name: [{}] if name == "relative:2@events" else slow for name in names})
+    shown = looks.shown_policies(runs, 8)
+    assert len(shown) == 8
+    assert shown[-2:] == ["relative:2@events", "relative:1@events"]
+    assert "8 of 13 policies, first seed" in page(runs, {}, "")
+
+
+def test_the_imbalance_is_said_to_be_what_it_is():
+    (axes,) = plots.skip_against_imbalance(comparison(pinned=[{}])).axes
+    assert "highest load / max(1, median load)" in axes.get_xlabel()
+    assert "highest load / max(1, median load)" in BY_KEY["max_median"].meaning
+
+
+def test_ttft_is_shown_by_who_still_waits():
+    runs = comparison(relative__events=[{}], relative__history=[{}])
+    (axes,) = plots.ttft_distributions(runs, list(runs.runs)).axes
+    told, guessed = axes.lines
+    assert (told.get_ydata()[0], told.get_ydata()[-1]) == (1, pytest.approx(0.01))
+    assert (told.get_linestyle(), guessed.get_linestyle()) == ("-", "--")
+    assert told.get_color() == guessed.get_color()
+    assert axes.get_yscale() == "log"
+
+
+def test_loads_of_all_policies_share_one_axis_and_rare_peaks_do_not_set_the_colours():
+    runs = comparison(pinned=[{}], load_balanced=[{}])
+    runs.runs["pinned"][0].times = [0.0, 9.0]
+    runs.runs["load_balanced"][0].loads = [[4, 4]] * 500 + [[400, 400]]
+    first, second, _ = plots.loads_over_time(runs, list(runs.runs)).axes
+    assert first.get_xlim() == second.get_xlim() == (0, 9)
+    assert first.images[0].norm.vmax == 4
+
+
+def test_labels_of_points_on_each_other_are_joined_and_lines_to_labels_do_not_cross():
+    assert looks.coinciding(np.array([[0, 0], [0.5, 0.5], [0.002, 0.001]])) == [[0, 2], [1]]
+    names = ["relative:1@events", "relative:1@history", "pinned", "relative:2@history"]
+    assert looks.joined(names) == "relative:1@events, @history, pinned,\nrelative:2@history"
+    higher_and_left_of_another = np.array([[0.1, 0.91], [0.9, 0.9], [0.0, 0.0], [0.1, 0.1]])
+    assert looks.without_crossings(higher_and_left_of_another, 1.0) == [2, 3, 0, 1]
+
+
+def test_labels_stand_by_where_points_are_on_the_picture():
+    points = {"random": (1.1, 0.6), "pinned": (1.4, 0.96), "relative:1@events": (1.2, 0.93),
+              "relative:2@events": (1.6, 0.96)}  # fmt: skip
+    (axes,) = plots.skip_against_imbalance(
+        named({name: [{"max_median": x, "skip": y}] for name, (x, y) in points.items()})
+    ).axes
+    labels = [(text.xyann[1], text.get_text()) for text in axes.texts]
+    assert [name for _, name in sorted(labels)] == [
+        "random", "relative:1@events", "pinned", "relative:2@events",
+    ]  # fmt: skip
+
+
+def test_equal_runs_have_equal_pages():
+    names = [f"relative:{beta}@{way}" for beta in (0.5, 1, 2) for way in ("events", "history")]
+    one, other = (page(named({name: [{}] for name in names}), {}, "x") for _ in range(2))
+    assert one == other
+    assert one.count('<svg role="img" aria-label="') == 4
+
+
+def test_the_table_marks_what_is_best_and_what_is_recommended():
+    runs = comparison(
+        relative__events=[{"skip": 0.9001}], relative_5__events=[{"skip": 0.9002, "makespan": 2.0}],
+        load_balanced=[{"skip": 0.5, "makespan": 3.0}],
+    )  # fmt: skip
+    text = page(runs, {}, "python tools/replay --seeds '0,1'")
+    assert text.count("class=best") == 3  # two skips that look the same, and a makespan
+    assert "<tr class=recommended><th scope=row>relative@events <small>recommended" in text
+    assert "<thead><tr><th scope=col>policy</th><th scope=col>skip</th>" in text
+    assert "<th scope=col>makespan, s</th>" in text
+    assert "python tools/replay --seeds &#x27;0,1&#x27;" in text
+
+
 def test_the_page_holds_everything_and_fetches_nothing():
     runs = comparison(relative_5__events=[{}], relative__events=[{}], load_balanced=[{}])
-    text = page(runs, {"seeds": [0]})
+    text = page(runs, {"seeds": [0]}, "python tools/replay")
     assert text.count("<svg") == 3
     assert not re.search(r"(src|href)=[\"']?(https?:)?//", re.sub(r"xlink:href=\"#", "", text))
     assert "<script" not in text
-    assert text.index("Figures</h2>") < text.index("Recommendation</h2>")
+    assert text.index("Recommendation</h2>") < text.index("Results</h2>")
 
 
 def test_a_claim_holds_only_if_it_does_with_every_seed():
@@ -136,6 +257,7 @@ def test_a_claim_holds_only_if_it_does_with_every_seed():
 
 def test_the_command_writes_what_it_was_asked_for(tmp_path, capsys):
     files = ["--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]
+    files += ["--pictures", str(tmp_path / "pictures")]
     policies = ["--policies", "pinned,relative:0.5,load_balanced", "--seeds", "0,1"]
     assert main("", [*SMALL, *policies, *files]) == 0
     assert "relative:0.5@history" in capsys.readouterr().out
@@ -145,7 +267,12 @@ def test_the_command_writes_what_it_was_asked_for(tmp_path, capsys):
     }  # fmt: skip
     assert set(written["policies"]["pinned"]["seeds"]) == {"0", "1"}
     assert written["policies"]["pinned"]["figures"]["skip"]["mean"] <= written["bound"]
-    assert (tmp_path / "a.html").read_text().startswith("<!DOCTYPE html>")
+    made = (tmp_path / "a.html").read_text()
+    assert made.startswith("<!DOCTYPE html>")
+    pictures = {path.name: path.read_text() for path in (tmp_path / "pictures").iterdir()}
+    assert {"skip-rate-against-imbalance.svg", "load-over-time.svg"} <= pictures.keys()
+    assert all("<svg" in text for text in pictures.values())
+    assert f"<pre class=line>python tools/replay {' '.join([*SMALL, *policies, *files])}" in made
 
 
 def test_claims_are_written_with_what_was_reported_and_what_we_found(tmp_path, capsys):
