@@ -36,6 +36,7 @@ from megatron.core.inference.coordinator.arguments import (  # noqa: E402
     routing_settings_from_args,
 )
 from megatron.core.inference.coordinator.runtime import addresses, keys, process  # noqa: E402
+from megatron.core.inference.coordinator.runtime.records import check_file  # noqa: E402
 from megatron.core.inference.coordinator.settings import (  # noqa: E402
     AccessSettings,
     CoordinatorSettings,
@@ -149,8 +150,7 @@ def settings_of(args: argparse.Namespace) -> process.ProcessSettings:
         ("--coordinator-schedule-output", args.coordinator_schedule_output),
         (RecordSettings.flag("record"), record),
     ):
-        if path and not Path(path).parent.is_dir():
-            raise SettingsError(f"{flag} {path}: there is no folder {Path(path).parent}")
+        check_file(flag, path)
     caching = args.inference_dynamic_batching_enable_prefix_caching
     core = CoordinatorSettings(
         routing=routing_settings_from_args(args),

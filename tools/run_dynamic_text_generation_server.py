@@ -221,6 +221,7 @@ def _check(args: argparse.Namespace, rank: int) -> None:
     from megatron.core.inference.coordinator.runtime.http.access import keys_from_args
     from megatron.core.inference.coordinator.runtime.http.limits import HttpSettings
     from megatron.core.inference.coordinator.runtime.joining import check_joining
+    from megatron.core.inference.coordinator.runtime.records import check_file
 
     HttpSettings.from_mapping(vars(args))
     if rank == 0 or args.frontend_on_all_ranks:  # no other rank needs them
@@ -229,14 +230,11 @@ def _check(args: argparse.Namespace, rank: int) -> None:
     check_joining(args)
     url_file = args.url_file
     if url_file is not None and rank == 0:  # which writes it; its folder may be nowhere else
-        if not url_file.parent.is_dir():
-            raise SettingsError(f"--url-file {url_file}: there is no folder {url_file.parent}")
+        check_file("--url-file", url_file)
         url_file.unlink(missing_ok=True)  # or somebody reads the addresses of an earlier run
-    schedule = args.coordinator_schedule_output
-    if schedule is not None and rank == 0 and not Path(schedule).parent.is_dir():
-        raise SettingsError(
-            f"--coordinator-schedule-output {schedule}: there is no folder {Path(schedule).parent}"
-        )
+    if rank == 0:
+        check_file("--coordinator-schedule-output", args.coordinator_schedule_output)
+        check_file("--inference-coordinator-record", args.inference_coordinator_record)
     for name in ("port", "inference_coordinator_port"):
         port = getattr(args, name)
         if port is not None and not 0 <= port <= 65535:

@@ -157,6 +157,21 @@ def test_a_trace_of_an_unhashed_request_predicts_nothing():
     assert (trace.hashes, trace.prompt_tokens, trace.predicted_tokens) == (None, -1, 0)
 
 
+def test_a_trace_tells_what_the_engine_could_not_take():
+    fleet = Fleet(1, trace=True)
+    fleet.ask()
+    failed = m.Answer(0, "FAILED", 0, 0, BODY)
+    (trace,) = fleet.tell(b"0", m.EngineReply((failed,)))[1:]
+    assert trace.outcome is m.Outcome.FAILED
+
+
+def test_where_nobody_reads_hashes_a_trace_has_none():
+    fleet = Fleet(1, trace=True, coordinator_policy="load_balanced")
+    fleet.ask(tokens(2))
+    (trace,) = fleet.answer(0)[1:]
+    assert trace.hashes is None
+
+
 def test_a_trace_tells_of_a_client_that_is_gone_only_that_it_is():
     fleet = Fleet(1, trace=True)
     fleet.ask()

@@ -8,7 +8,7 @@ r"""Replay traffic through the coordinator core, against modelled replicas, and 
 workloads (--workload):
   rollouts            made up from the seed, in the shape of recorded agents
   sessions            a file of our own format (tools/replay/jsonl.py)
-  decisions           what a server recorded (tools/replay/decision_log.py)
+  decisions           what a server recorded with --inference-coordinator-record FILE
   swebench, claude_code, tau, mooncake, mooncake_synthetic, reference
                       recorded workloads, from a folder of their own
 
@@ -25,6 +25,10 @@ import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from light_import import import_lightly  # noqa: E402
+
+import_lightly()
 
 from replay.command import main  # noqa: E402
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from replay.experiment import compare
-from replay.options import described, parser, setting_of
+from replay.options import described, in_a_line, parser, setting_of
 from replay.policies import Conditions, UnknownPolicy, parse_policies
 from replay.table import as_json, summary, write_json
 from replay.workload import InputError
@@ -37,7 +37,7 @@ def _compare(args: argparse.Namespace, words: Sequence[str]) -> int:
     policies = parse_policies(args.policies, conditions)
     setting = setting_of(args)
     comparison = compare(setting, policies, args.quiet)
-    print(summary(comparison))
+    print(f"{in_a_line(setting)}\n{summary(comparison)}")
     if args.json:
         write_json(args.json, as_json(comparison, described(setting)))
         _say_written(args.json)

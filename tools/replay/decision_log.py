@@ -4,7 +4,8 @@ The format is described where it is written: `Record` of
 megatron/core/inference/coordinator/runtime/records.py.
 
 A request whose prompt goes on from the prompt of an earlier one that was answered is taken as the
-next turn of that session. Requests that nobody answered are taken as if they had been.
+next turn of that session. Requests whose replicas were lost are taken as if they had been answered;
+those that the engine could not take (`failed`) are left out.
 """
 
 from dataclasses import dataclass, field
@@ -71,6 +72,7 @@ class _Log:
         self.sessions: list[_Session] = []
         self._asked: list[_Asked] = []  # in the order in which they ended
         self._by_end: dict[bytes, list[_Session]] = {}  # by the last block of their latest prompt
+        self._hashed = False
 
     def opened(self, record: Record) -> None:
         """A coordinator began."""
@@ -83,6 +85,9 @@ class _Log:
 
     def asked(self, record: Record) -> None:
         """A request ended."""
+        if record.text("outcome", "answered") == "failed":
+            return
+        self._hashed |= record.values.get("hashes") is not None
         hashes, tokens = self._hashes(record)
         output = record.whole("output_tokens", -1)
         output = max(1, output) if output >= 0 else _OUTPUT_TOKENS
@@ -90,8 +95,17 @@ class _Log:
         ended = time + record.number("seconds", 0.0)
         self._asked.append(_Asked(time, len(self._asked), ended, tokens, output, hashes))
 
-    def connect(self) -> None:
-        """Make sessions of what was read, in the order in which requests came."""
+    def connect(self, path: Path) -> None:
+        """Make sessions of what was read, in the order in which requests came.
+
+        Raises:
+            InputError: None of them can be told from another.
+        """
+        if self._asked and not self._hashed:
+            raise InputError(
+                f"{path}: no request in it is hashed, so nothing is known of what they share; "
+                "record them under a policy that reads hashes, e.g. longest_prefix"
+            )
         self._asked.sort()
         running: list[tuple[float, int, bytes, _Session]] = []  # by when they end
         for request in self._asked:
@@ -162,7 +176,7 @@ def read_decisions(path: Path) -> Workload:
         if not log.block_size and event != "open":
             raise record.wrong("the first event must be open")
         events[event](record)
-    log.connect()
+    log.connect(path)
     if not log.sessions:
         raise InputError(f"{path}: there is no request in it")
     sessions = [Session(s.name, s.turns, s.chains.chains) for s in log.sessions]

@@ -31,6 +31,8 @@ _FOLDERS: dict[str, tuple[str, _Reader]] = {
 _FILES: dict[str, _Reader] = {"sessions": read_sessions, "decisions": read_decisions}
 WORKLOADS = ("rollouts", *_FILES, *_FOLDERS, "reference")
 
+_DEFAULT = " (default: %(default)s)"
+
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The command line."""
@@ -63,11 +65,13 @@ def _add_traffic(group: Any) -> None:
     add = group.add_argument
     add("--workload", choices=WORKLOADS, default="rollouts")
     add("--path", type=Path, help="file or folder of the workload")
-    add("--groups", type=_positive, default=shape.groups, help="of rollouts")
+    add("--groups", type=_positive, default=shape.groups, help=f"of rollouts{_DEFAULT}")
     add("--group-size", type=_positive, help="members of a group (8; recorded: as they are)")
-    add("--first-prompt", type=_positive, default=shape.first_prompt, help="tokens, of rollouts")
-    add("--turns", type=_positive, default=shape.turns, help="of a rollout, median")
-    add("--concurrency", type=_positive, default=load.concurrency, help="sessions live at once")
+    tokens = f"tokens, of rollouts{_DEFAULT}"
+    add("--first-prompt", type=_positive, default=shape.first_prompt, help=tokens)
+    add("--turns", type=_positive, default=shape.turns, help=f"of a rollout, median{_DEFAULT}")
+    live = f"sessions live at once{_DEFAULT}"
+    add("--concurrency", type=_positive, default=load.concurrency, help=live)
     add("--gap", type=float, nargs=2, default=gap, metavar=("MU", "SIGMA"), help="of turns")
     add("--trace-gaps", action="store_true", help="gaps as recorded, where they are")
     add("--speedup", type=float, default=0.0, help="open loop, so much faster than recorded")
@@ -77,9 +81,12 @@ def _add_fleet(group: Any) -> None:
     fleet = Fleet(PROFILES["reference"])
     add = group.add_argument
     add("--profile", default=fleet.profile.name, help="reference, strict, or a file of one's own")
-    add("--replicas", type=_positive, default=fleet.replicas)
-    add("--cache", type=_positive, metavar="TOKENS", help="of each replica")
-    add("--max-requests", type=_positive, help="that a replica runs at once")
+    add("--replicas", type=_positive, default=fleet.replicas, help=f"how many{_DEFAULT}")
+    size, places = fleet.profile.cache_tokens, fleet.profile.max_requests
+    own = "(default: the profile's, {:,} of reference)"
+    add("--cache", type=_positive, metavar="TOKENS", help=f"of each replica {own.format(size)}")
+    places_text = f"that a replica runs at once {own.format(places)}"
+    add("--max-requests", type=_positive, help=places_text)
     add("--eviction", choices=("lru", "ref_zero"), default="lru")
     add("--generated", action="store_true", help="replicas keep generated blocks")
     add("--max-rank-requests", type=int, default=0, help="more than this wait in the coordinator")
@@ -109,6 +116,8 @@ def setting_of(args: argparse.Namespace) -> Setting:
 def workload_maker(args: argparse.Namespace) -> WorkloadMaker:
     """What makes the sessions of a seed."""
     if args.workload == "rollouts":
+        if args.path is not None:
+            raise InputError("--path says where a workload is; say which with --workload")
         size = args.group_size or Shape().group_size
         shape = Shape(args.groups, size, args.turns, first_prompt=args.first_prompt)
         return partial(rollouts, shape)
@@ -140,6 +149,20 @@ def described(setting: Setting) -> dict[str, Any]:
         "load": {f.name: getattr(setting.load, f.name) for f in fields(setting.load)},
         "seeds": list(setting.seeds),
     }
+
+
+def in_a_line(setting: Setting) -> str:
+    """What the figures hang on most, for the terminal."""
+    profile, load = setting.fleet.profile, setting.load
+    sent = (
+        f"sent {load.speedup:g} times as fast as recorded"
+        if load.speedup
+        else f"up to {load.concurrency:,} sessions at once"
+    )
+    return (
+        f"{setting.fleet.replicas:,} replicas of {profile.cache_tokens:,} tokens and "
+        f"{profile.max_requests:,} places, profile {profile.name}, {sent}"
+    )
 
 
 def _positive(text: str) -> int:

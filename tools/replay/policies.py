@@ -50,7 +50,10 @@ BETAS = ("0", "0.25", "0.5", "0.75", "1", "1.5", "2", "4")
 ALPHAS = ("0.25", "0.5", "0.75", "0.9")
 
 SETS = {
-    "quick": ("load_balanced", "pinned", "relative:0.5", "relative:1", "prefill_work@events"),
+    "quick": (
+        "load_balanced", "pinned", "relative:0.5", "relative:1", "prefill_work@events",
+        "added_delay@events",
+    ),
     "reference": (
         "round_robin", "load_balanced", "released:256@history", "released:1024@history",
         "consistent_hash", "pinned", "prefill_work@stock", "relative:0.5@stock",

@@ -74,6 +74,8 @@ def _is_run(run: Any) -> bool:
 def records(path: Path) -> Iterator[Record]:
     """The objects of a JSON Lines file, packed by gzip if its name ends in .gz.
 
+    A last line without an end is left out if it is none: its writer was stopped, or is still at it.
+
     Raises:
         InputError: It cannot be read, or a line is no JSON object.
     """
@@ -82,11 +84,22 @@ def records(path: Path) -> Iterator[Record]:
     try:
         with opener(path, "rt", encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
-                if line.strip():
+                if line.strip() and not (line[-1] != "\n" and _is_cut(line)):
                     yield Record(f"{path}:{number}", json.loads(line))
     except json.JSONDecodeError as error:
         raise InputError(
-            f"{path}:{number}: is no JSON ({error.msg}, column {error.colno})"
+            f"{path}:{number}: is no JSON ({error.msg}: column {error.colno}); if it was cut off, "
+            "remove the line"
         ) from None
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}:{number + 1}: cannot be read ({error})") from None
+        place = f"{path}:{number + 1}" if number else str(path)
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{place}: cannot be read ({reason})") from None
+
+
+def _is_cut(line: str) -> bool:
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return True
+    return False

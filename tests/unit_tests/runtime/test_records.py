@@ -9,7 +9,8 @@ from builders import BLOCK, make_settings
 
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.core import Coordinator
-from megatron.core.inference.coordinator.runtime.records import Books, Record, Schedule
+from megatron.core.inference.coordinator.runtime.records import Books, Record, Schedule, check_file
+from megatron.core.inference.coordinator.settings import SettingsError
 
 HASHES = bytes(range(16))
 
@@ -46,6 +47,7 @@ def test_a_record_has_a_line_for_each_request(path):
         "event": "open",
         "version": 1,
         "block_size": BLOCK,
+        "ranks": 0,
         "policy": "longest_prefix",
         "cost_policy": "relative_load_weighted",
     }
@@ -95,6 +97,13 @@ def test_lines_are_added_to_those_of_an_earlier_coordinator(path):
     assert [line["event"] for line in lines(path)] == ["open", "request"] * 2
 
 
+def test_a_line_that_an_earlier_coordinator_did_not_end_is_ended(path):
+    path.write_text('{"event": "requ')
+    Record(path, make_settings()).close()
+    cut, opened = path.read_text().splitlines()
+    assert (cut, json.loads(opened)["event"]) == ('{"event": "requ', "open")
+
+
 def test_others_see_what_is_written_at_each_tick(path):
     books = Books(make_settings(), None, str(path))
     books.add(trace())
@@ -112,6 +121,15 @@ def test_a_full_disk_ends_the_record_and_nothing_else(caplog):
     record.close()
     (line,) = caplog.messages
     assert line == "record_ended file='/dev/full' error='No space left on device'"
+
+
+def test_a_file_that_cannot_be_written_is_refused_by_name(tmp_path):
+    check_file("--record", "")
+    check_file("--record", tmp_path / "record.jsonl")
+    with pytest.raises(SettingsError, match=f"^--record {tmp_path}: is a folder; name a file$"):
+        check_file("--record", tmp_path)
+    with pytest.raises(SettingsError, match=f"^--record {tmp_path}/x/y: there is no folder"):
+        check_file("--record", tmp_path / "x" / "y")
 
 
 # --- the schedule, and both --------------------------------------------------------------------

@@ -86,13 +86,13 @@ def test_what_is_no_json_no_text_or_not_there_is_refused(tmp_path):
     path = written(tmp_path / "a.jsonl", HEADER)
     with path.open("a") as file:
         file.write('{"id": \n')
-    with pytest.raises(InputError, match=r"a.jsonl:2: is no JSON \(Expecting value, column"):
+    with pytest.raises(InputError, match=r"a.jsonl:2: is no JSON \(Expecting value: column"):
         read_sessions(path)
-    with pytest.raises(InputError, match=r"b.jsonl:1: cannot be read"):
+    with pytest.raises(InputError, match=r"b.jsonl: cannot be read \(No such file"):
         read_sessions(tmp_path / "b.jsonl")
     cut = tmp_path / "c.jsonl.gz"
     cut.write_bytes(gzip.compress(json.dumps(HEADER).encode() * 50)[:-9])
-    with pytest.raises(InputError, match=r"c.jsonl.gz:1: (cannot be read|is no JSON)"):
+    with pytest.raises(InputError, match=r"c.jsonl.gz(:1)?: (cannot be read|is no JSON)"):
         read_sessions(cut)
 
 
@@ -129,6 +129,16 @@ def test_requests_that_go_on_from_each_other_become_a_session(tmp_path):
     assert (len(second.turns), second.turns[0].at) == (1, 0.5)
     assert (third.turns[0].prompt_tokens, len(third.chains[0])) == (9, 16)
     assert read.timed
+
+
+def test_what_the_engine_could_not_take_and_a_line_that_was_cut_are_left_out(tmp_path):
+    names = blocks(block_names(np.arange(2), 1))
+    failed = ended(2.0, 0.1, names, outcome="failed")
+    path = written(tmp_path / "log.jsonl", OPEN, failed, ended(1.0, 1.0, names))
+    with path.open("a") as file:
+        file.write(json.dumps(ended(3.0, 1.0, names))[:40])
+    (session,) = read_decisions(path).sessions
+    assert [turn.at for turn in session.turns] == [0.0]
 
 
 def test_what_came_counts_and_not_what_ended_first(tmp_path):
@@ -171,6 +181,8 @@ def test_of_members_of_a_group_each_goes_on_in_its_own_session(tmp_path):
         ([OPEN, OPEN | {"block_size": 8}], "log.jsonl:2: block_size is 8; it was 4 before"),
         ([OPEN, OPEN | {"version": 2}], "log.jsonl:2: version must be 1"),
         ([OPEN], "there is no request in it"),
+        ([OPEN, ended(1, 1, [], outcome="failed")], "there is no request in it"),
+        ([OPEN, ended(1, 1, [], hashes=None, tokens=9)], "no request in it is hashed, so nothing"),
     ],
 )
 def test_a_bad_log_is_refused_with_line_and_reason(tmp_path, lines, message):

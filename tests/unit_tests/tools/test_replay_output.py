@@ -287,7 +287,8 @@ def test_claims_are_written_with_what_was_reported_and_what_we_found(tmp_path, c
     ("arguments", "message"),
     [
         (["--workload", "sessions"], "needs --path"),
-        (["--workload", "sessions", "--path", "nowhere.jsonl"], "nowhere.jsonl:1: cannot be read"),
+        (["--workload", "sessions", "--path", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
+        (["--path", "nowhere.jsonl"], "say which with --workload"),
         (["--policies", "best"], "there is no policy 'best'"),
         (["--speedup", "2"], "rollouts has no timestamps"),
         (["--profile", "strict", "--cache", "320"], "a request needs"),

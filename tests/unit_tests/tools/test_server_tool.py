@@ -166,6 +166,11 @@ def test_a_device_that_is_none_is_refused(parsed, capsys):
             ["--url-file", "/no/such/folder/urls.json"],
             "--url-file /no/such/folder/urls.json: there is no folder /no/such/folder",
         ),
+        (
+            ["--inference-coordinator-record", "/no/such/folder/r.jsonl"],
+            "--inference-coordinator-record /no/such/folder/r.jsonl: there is no folder "
+            "/no/such/folder",
+        ),
     ],
 )
 def test_a_value_out_of_range_stops_the_start_with_one_sentence(parsed, flags, sentence):

@@ -43,7 +43,7 @@ class Dispatcher:
             error = m.RequestError(message.client_request_id, m.ErrorCode.OVERLOADED, refusal)
             return [m.Send(client, error), m.Log("request_refused", warning=True, peer=client)]
         record = self._ledger.admit(client, message, now)
-        if self._settings.trace:
+        if self._settings.trace and self._settings.hashed:
             record.hashes = self._router.hashes_of(message)
         return self._route(record, clock) if self.opened else []
 
@@ -65,7 +65,8 @@ class Dispatcher:
         if record.client is not None:
             effects.append(m.Send(record.client, m.Reply(record.client_request_id, answer.body)))
         if self._settings.trace:
-            trace = _trace(record, m.Outcome.ANSWERED)
+            completed = answer.status == "COMPLETED"
+            trace = _trace(record, m.Outcome.ANSWERED if completed else m.Outcome.FAILED)
             trace.predicted_tokens = record.predicted_tokens
             trace.cached_tokens, trace.in_window = answer.cached_tokens, in_window
             trace.reply = answer.body

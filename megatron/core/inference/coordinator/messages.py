@@ -421,6 +421,7 @@ class Outcome(StrEnum):
     """How a request ended."""
 
     ANSWERED = "answered"
+    FAILED = "failed"  # the engine could not take it: too long, for example
     REPLICA_LOST = "replica_lost"
     NO_REPLICA = "no_replica"
 
@@ -435,7 +436,7 @@ class Trace:
         client: Identity of who asked; None once it was gone.
         came: When it came, seconds of the coordinator's clock.
         prompt_tokens: Length of its prompt, -1 if unknown.
-        hashes: Its packed block hashes; None where it was not hashed.
+        hashes: Its packed block hashes; None where it was not hashed, or nobody reads them.
         rank: The rank that had it; None where none did.
         predicted_tokens: Prefill that the engine was expected to skip, tokens.
         cached_tokens: What it did skip; -1 where it does not tell.

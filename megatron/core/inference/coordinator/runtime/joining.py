@@ -62,5 +62,5 @@ def check_joining(args: argparse.Namespace) -> None:
             flag = "--" + name.replace("_", "-")
             raise SettingsError(
                 f"{flag} is for a coordinator that this job starts, and it joins the one at "
-                f"{address}; leave one of them out"
+                f"{address}; give it to tools/run_coordinator.py there, or leave one of them out"
             )

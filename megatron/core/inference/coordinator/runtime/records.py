@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +15,7 @@ from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.core import Coordinator
 from megatron.core.inference.coordinator.hashing import HASH_BYTES
 from megatron.core.inference.coordinator.runtime.eventlog import render
-from megatron.core.inference.coordinator.settings import CoordinatorSettings
+from megatron.core.inference.coordinator.settings import CoordinatorSettings, SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Schedule:
 
     def add(self, trace: m.Trace) -> None:
         """A request is over."""
-        if trace.outcome is m.Outcome.ANSWERED:
+        if trace.outcome in (m.Outcome.ANSWERED, m.Outcome.FAILED):
             self._records.append(
                 {
                     "request_id": trace.request_id,
@@ -75,7 +76,8 @@ class Record:
 
     The first line, and another for each start of a coordinator with the same file, is
 
-        {"event": "open", "version": 1, "block_size": 256, "policy": …, "cost_policy": …}
+        {"event": "open", "version": 1, "block_size": 256, "ranks": 2, "policy": …,
+         "cost_policy": …}
 
     and all others, in the order in which requests end, are
 
@@ -83,13 +85,18 @@ class Record:
          "prompt_tokens": 900, "hashes": "9f3c…", "rank": 4, "outcome": "answered",
          "cached_tokens": 768, "output_tokens": 89}
 
-    (on one line). `time` is when it came, Unix seconds; `seconds` how long it took in all; `client`
-    the hexadecimal identity of whoever asked, null once it was gone. `hashes` are the packed block
-    hashes (little-endian int64) in hexadecimal, null where the client did not hash. `rank` had it
-    last, null where none did. `outcome` is a value of `messages.Outcome`. `cached_tokens` and
-    `output_tokens` are -1 where the engine does not tell. Requests that were refused, or whose
-    client was gone before a rank had them, are not in it. When the file cannot be written any more,
-    e.g. because the disk is full, the log says so and the coordinator goes on.
+    (on one line). `ranks` are the replicas that the coordinator was told to expect, 0 where it was
+    not told. `time` is when the request came, Unix seconds; `seconds` how long it took in all;
+    `client` the hexadecimal identity of the coordinator's client, an HTTP front end as a rule; null
+    once it was gone. `hashes` are the packed block hashes (little-endian int64) in hexadecimal,
+    null where the client did not hash or the policy reads none. `rank` had it last, null where none
+    did. `outcome` is `answered`, `failed` (the engine could not take it), `replica_lost` or
+    `no_replica`. `cached_tokens` and `output_tokens` are -1 where the engine does not tell.
+
+    Lines are added to what the file holds, and are there after a second. Requests that were
+    refused, or whose client was gone before a rank had them, or that were in flight when the
+    coordinator ended, are not in it. When the file cannot be written any more, e.g. because the
+    disk is full, the log says so and the coordinator goes on.
 
     Args:
         path: The file; lines are added to it.
@@ -106,14 +113,16 @@ class Record:
         settings: CoordinatorSettings,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self._file = open(path, "a+b")  # noqa: SIM115
         self._failed = False
         self._clock = clock
         self._epoch = time.time() - clock()
+        self._end_line()
         self._write(
             event="open",
             version=RECORD_VERSION,
             block_size=settings.block_size_tokens,
+            ranks=settings.expected_ranks,
             policy=settings.signal.value,
             cost_policy=settings.routing.cost_policy.value,
         )
@@ -143,8 +152,15 @@ class Record:
         self._attempt(self._file.close)
 
     def _write(self, **values: Any) -> None:
-        line = json.dumps(values, separators=(",", ":")) + "\n"
+        line = json.dumps(values, separators=(",", ":")).encode() + b"\n"
         self._attempt(lambda: self._file.write(line))
+
+    def _end_line(self) -> None:
+        """An earlier coordinator may have been killed in the middle of one."""
+        if self._file.seek(0, os.SEEK_END):
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":
+                self._file.write(b"\n")
 
     def _attempt(self, action: Callable[[], Any]) -> None:
         """Requests matter more than their record."""
@@ -174,6 +190,20 @@ def _output_tokens(reply: m.Body | None) -> int:
     except (ValueError, msgpack.exceptions.UnpackException):
         pass  # it is an engine's own affair what it answers
     return -1
+
+
+def check_file(flag: str, path: str | Path | None) -> None:
+    """Refuse a file that is to be written and cannot be.
+
+    Raises:
+        SettingsError: Its folder is missing, or it is a folder itself.
+    """
+    if not path:
+        return
+    if not Path(path).parent.is_dir():
+        raise SettingsError(f"{flag} {path}: there is no folder {Path(path).parent}")
+    if Path(path).is_dir():
+        raise SettingsError(f"{flag} {path}: is a folder; name a file")
 
 
 class Books:
