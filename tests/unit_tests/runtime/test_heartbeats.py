@@ -44,6 +44,7 @@ def test_a_peer_has_missed_its_heartbeats_when_nothing_came_for_too_long(heartbe
 
 
 def test_what_is_not_expected_is_not_missed(heartbeats):
+    assert b"peer" not in heartbeats
     assert not heartbeats.missed(b"peer")
 
 

@@ -491,3 +491,16 @@ def test_a_port_in_use_is_an_error_that_says_what_to_do():
             bind(router, "127.0.0.1", port)
         router.close(linger=0)
         context.term()
+
+
+def test_ranks_are_watched_and_clients_that_answer_pings_are_not():
+    with running() as live:
+        engine, client = Engine(live), live.peer()
+        connect(client)
+        for socket in (engine.socket, client):
+            socket.send_multipart(wire.encode(m.Pong(1)))
+        client.send_multipart(wire.encode(submission(0, [1])))
+        engine.hear(m.EngineRequest)  # so both were heard before
+        mailbox = live.loop._mailbox
+        watched = [mailbox.watches(s.getsockopt(zmq.IDENTITY)) for s in (engine.socket, client)]
+    assert watched == [True, False]

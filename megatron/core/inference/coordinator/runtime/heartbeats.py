@@ -43,6 +43,10 @@ class Heartbeats:
         remote = _ask(descriptor, socket.socket.getpeername)
         self._connections[peer], self._peers[descriptor] = _Connection(descriptor, remote), peer
 
+    def __contains__(self, peer: bytes) -> bool:
+        """Whether heartbeats of a peer are expected."""
+        return peer in self._connections
+
     def missed(self, peer: bytes) -> bool:
         """Whether nothing at all has come from a peer for too long.
 

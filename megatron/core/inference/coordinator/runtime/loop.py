@@ -120,11 +120,18 @@ class CoordinatorLoop:
             peer, frames, rights = received
             message = self._codec.decode(peer, frames)
             self._handle(m.Incoming(peer, message, rights))
-            # With each PONG again: a peer may have connected anew meanwhile.
             if type(message) in _SAID_BY_RANKS and rights & m.Right.ENGINE:
-                self._mailbox.expect_heartbeats(peer)
+                self._watch(peer, message)
             if self._stopped:
                 return
+
+    def _watch(self, peer: bytes, message: m.ToCoordinator) -> None:
+        """Expect heartbeats of who registers; with each PONG anew: it may have connected again.
+
+        Clients, which answer pings as well, are not watched: thousands of them would take long.
+        """
+        if type(message) is m.Register or self._mailbox.watches(peer):
+            self._mailbox.expect_heartbeats(peer)
 
     def _tick_if_due(self) -> None:
         now = time.monotonic()

@@ -166,6 +166,10 @@ class Mailbox:
             return
         self._heartbeats.expect(peer, descriptor)
 
+    def watches(self, peer: bytes) -> bool:
+        """Whether a peer's heartbeats are expected."""
+        return peer in self._heartbeats
+
     def silent(self, peer: bytes) -> bool:
         """Whether nothing has come for 2 s from a peer whose heartbeats are expected.
 
