@@ -1,7 +1,10 @@
 """A link between a replica and the coordinator that can be cut, without root."""
 
 import asyncio
+import socket
+from collections.abc import Coroutine
 from contextlib import suppress
+from typing import Any
 
 _PIECE = 65536
 
@@ -25,14 +28,14 @@ class Relay:
         self._port = port
         self._whole = asyncio.Event()
         self._whole.set()
-        self._server: asyncio.Server | None = None
         self._running: set[asyncio.Task] = set()
 
     async def open(self) -> None:
         """Listen."""
-        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
-        port = self._server.sockets[0].getsockname()[1]
-        self.address = f"tcp://127.0.0.1:{port}"
+        listening = socket.create_server(("127.0.0.1", 0))
+        listening.setblocking(False)
+        self.address = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+        self._run(self._accept(listening))
 
     def cut(self) -> None:
         """Let nothing pass."""
@@ -44,18 +47,27 @@ class Relay:
 
     async def close(self) -> None:
         """End all connections."""
-        if self._server is not None:
-            self._server.close()
         for task in list(self._running):
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
 
-    async def _connect(self, near: asyncio.StreamReader, to_near: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
         self._running.add(task)
-        to_far = None
+        task.add_done_callback(self._running.discard)
+
+    async def _accept(self, listening: socket.socket) -> None:
+        # By hand: an asyncio.Server that is closed just when it has accepted somebody throws up
+        # (Python 3.12, 3.13: its waiters are woken a second time), and keeps that connection.
+        with listening:
+            while True:
+                accepted, _ = await asyncio.get_running_loop().sock_accept(listening)
+                self._run(self._connect(accepted))
+
+    async def _connect(self, accepted: socket.socket) -> None:
+        to_near = to_far = None
         try:
+            near, to_near = await asyncio.open_connection(sock=accepted)
             await self._whole.wait()
             far, to_far = await asyncio.open_connection("127.0.0.1", self._port)
             ways = [self._carry(near, to_far), self._carry(far, to_near)]
@@ -70,7 +82,6 @@ class Relay:
         except (OSError, asyncio.CancelledError):
             pass  # the coordinator is gone, or the campaign is over
         finally:
-            self._running.discard(task)
             for writer in (to_near, to_far):
                 if writer is not None:
                     writer.close()

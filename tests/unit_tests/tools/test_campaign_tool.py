@@ -1,9 +1,12 @@
 """tools/campaign: that it counts what it must count, and a tiny campaign against stand-ins."""
 
 import asyncio
+import gc
 import json
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -201,6 +204,32 @@ def test_a_cut_link_carries_nothing_and_everything_when_it_is_mended():
         server.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_a_link_that_closes_while_it_accepts_closes_everything(steps, monkeypatch):
+    """An asyncio.Server would raise where nobody can catch it, and keep the connections."""
+    ignored: list[BaseException | None] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: ignored.append(found.exc_value))
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: ignored.append(context.get("exception")))
+        relay = Relay(9)  # nobody needs to listen there
+        await relay.open()
+        port = int(relay.address.rsplit(":", 1)[1])
+        peers = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        await relay.close()
+        for peer in peers:
+            peer.setblocking(False)
+            with peer, suppress(ConnectionResetError):
+                assert await asyncio.wait_for(loop.sock_recv(peer, 1), 5) == b""
+
+    asyncio.run(run())
+    gc.collect()
+    assert ignored == []
 
 
 def campaign(*flags: str) -> tuple[int, dict]:
