@@ -6,6 +6,7 @@ from builders import (
     CLIENT,
     LRU,
     OTHER,
+    PROTOCOL_VERSION,
     Fleet,
     engine_request,
     logs,
@@ -40,6 +41,18 @@ def test_a_tick_pings_our_engines_and_no_stock_peer():
     assert [effect.peer for effect in fleet.tick()] == [b"0", b"1", CLIENT]
     fleet.tell(b"0", m.PeerLost())
     assert fleet.tick() == [m.Send(b"1", m.Ping(11))]
+
+
+def test_clients_are_pinged_in_turns_each_once_in_ten_ticks():
+    fleet = Fleet(0)
+    peers = [b"client-%d" % n for n in range(34)]
+    for peer in peers:
+        fleet.tell(peer, m.Connect(PROTOCOL_VERSION))
+    fleet.tell(peers[0], m.Disconnect())
+    pinged = [[effect.peer for effect in fleet.tick()] for _ in range(20)]
+    assert pinged[:10] == pinged[10:]
+    assert {len(each) for each in pinged} == {3, 4}
+    assert sorted(peer for each in pinged[:10] for peer in each) == sorted({*peers[1:], CLIENT})
 
 
 def test_a_rank_that_says_nothing_for_too_long_is_lost_and_its_requests_go_to_others():

@@ -35,12 +35,14 @@ class Beside:
     def __init__(self, address: str, ring: KeyRing | None):
         context = zmq.Context()
 
-        def dealer(name: str, role: Role) -> zmq.Socket:
+        def dealer(name: str, role: Role, pulse: sockets.Pulse) -> zmq.Socket:
             keys = None if ring is None else ring.credentials(role)
-            return sockets.dealer(context, address, name.encode(), keys)
+            return sockets.dealer(context, address, name.encode(), keys, pulse)
 
-        self._client = dealer("valid-client", Role.SUBMIT)
-        self._engines = [dealer(f"valid-engine-{n}", Role.ENGINE) for n in range(_ENGINES)]
+        self._client = dealer("valid-client", Role.SUBMIT, sockets.CLIENT_PULSE)
+        self._engines = [
+            dealer(f"valid-engine-{n}", Role.ENGINE, sockets.ENGINE_PULSE) for n in range(_ENGINES)
+        ]
         self._events = [0] * _ENGINES
         self._poller = zmq.Poller()
         for socket in (self._client, *self._engines):

@@ -36,7 +36,13 @@ def _crowd(address: str, ring: KeyRing | None, first: int, count: int, pipe: Con
     deadline = time.monotonic() + _PATIENCE
     while len(clients) < count and time.monotonic() < deadline:
         new = [
-            sockets.dealer(context, address, b"crowd-%d" % (first + len(clients) + n), keys)
+            sockets.dealer(
+                context,
+                address,
+                b"crowd-%d" % (first + len(clients) + n),
+                keys,
+                sockets.CLIENT_PULSE,
+            )
             for n in range(min(_AT_ONCE, count - len(clients)))
         ]
         _introduce(new, deadline)

@@ -3,6 +3,7 @@
 All processes come from the fork server of this process, whose imports take seconds once.
 """
 
+import asyncio
 import gc
 import json
 import multiprocessing
@@ -19,10 +20,12 @@ from typing import Any
 import psutil
 import pytest
 import zmq
+from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.hashing import block_hashes, pack_hashes
 from megatron.core.inference.coordinator.runtime import sockets, wire
+from megatron.core.inference.coordinator.runtime.client import InferenceClient, RequestFailed
 from megatron.core.inference.coordinator.runtime.fork_server import warm_up
 from megatron.core.inference.coordinator.runtime.loop import CoordinatorLoop
 from megatron.core.inference.coordinator.runtime.process import (
@@ -31,7 +34,7 @@ from megatron.core.inference.coordinator.runtime.process import (
     ProcessSettings,
     run,
 )
-from megatron.core.inference.coordinator.settings import CoordinatorSettings
+from megatron.core.inference.coordinator.settings import CoordinatorSettings, FleetSettings
 
 BLOCK = 4
 WAIT_MS = 5000
@@ -286,6 +289,26 @@ def test_stop_ends_also_one_that_hangs(orphan_to_be):
         assert time.monotonic() - began < 2
         assert coordinator.process.exitcode == -signal.SIGKILL
         coordinator.stop()  # again does nothing
+
+
+def test_one_that_stands_still_for_a_while_loses_no_client(orphan_to_be):
+    async def ask_meanwhile(coordinator: CoordinatorProcess) -> str:
+        client = InferenceClient(coordinator.address, connect_timeout=10)
+        client.start(asyncio.get_running_loop())
+        try:
+            os.kill(coordinator.process.pid, signal.SIGSTOP)
+            answer = client.add_request([1], SamplingParams(termination_id=-1))
+            await asyncio.sleep(3)  # engines would have given it up
+            os.kill(coordinator.process.pid, signal.SIGCONT)
+            with pytest.raises(RequestFailed) as failed:
+                await asyncio.wait_for(answer, 10)
+        finally:
+            client.stop()
+        return failed.value.code
+
+    at_once = CoordinatorSettings(fleet=FleetSettings(replica_wait=0))
+    with started(coordinator=at_once) as coordinator:
+        assert asyncio.run(ask_meanwhile(coordinator)) == "no_replica"
 
 
 def test_it_leaves_its_decisions_in_files(orphan_to_be, tmp_path):

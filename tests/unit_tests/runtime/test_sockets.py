@@ -57,11 +57,19 @@ def test_a_process_may_have_as_many_connections_as_the_system_allows():
 
 
 def test_a_coordinator_sends_no_heartbeats_and_its_peers_do(ends):
-    """libzmq ends a process whose ROUTER does (`sockets.HEARTBEAT_TIMEOUT_MS`)."""
+    """libzmq ends a process whose ROUTER does (`sockets.CLIENT_PULSE`)."""
     assert ends.router.getsockopt(zmq.HEARTBEAT_IVL) == 0
-    peer = ends.peer(b"peer")
     options = zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT, zmq.HEARTBEAT_TTL
-    assert [peer.getsockopt(option) for option in options] == [500, 2000, 2000]
+    engine = ends.peer(b"engine")
+    assert [engine.getsockopt(option) for option in options] == [500, 2000, 2000]
+    client = sockets.dealer(ends.context, ends.address, b"client", pulse=sockets.CLIENT_PULSE)
+    assert [client.getsockopt(option) for option in options] == [2500, 10_000, 10_000]
+
+
+def test_the_kernel_gives_up_connections_at_both_ends(ends):
+    options = zmq.TCP_KEEPALIVE, zmq.TCP_KEEPALIVE_IDLE, zmq.TCP_KEEPALIVE_INTVL, zmq.TCP_MAXRT
+    for end in (ends.router, ends.peer(b"peer")):
+        assert [end.getsockopt(option) for option in options] == [1, 1, 1, 2000]
 
 
 def test_a_peer_is_silent_when_not_even_heartbeats_come(ends):

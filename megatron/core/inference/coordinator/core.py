@@ -19,7 +19,10 @@ from megatron.core.inference.coordinator.lifecycle import (
 from megatron.core.inference.coordinator.settings import PROTOCOL_VERSION, CoordinatorSettings
 
 _CLIENT_PING_TICKS = 10
-"""Clients are pinged this much more rarely than engines: only to find those that vanished."""
+"""Clients are pinged this much more rarely than engines: only to find those that vanished. They
+take turns, since 10,000 pings in one tick would hold up whoever comes next."""
+_NEVER = -1
+"""The turn of clients of the released dialect, which has no pings."""
 
 
 _ANY = m.Right.ALL
@@ -52,7 +55,8 @@ class Coordinator:
     def __init__(self, settings: CoordinatorSettings):
         self.settings = settings
         self.fleet = Fleet(settings)
-        self._clients: dict[bytes, m.Connect] = {}
+        self._clients: dict[bytes, int] = {}  # in which turn each is pinged
+        self._turn = 0
         self._ticks = 0
         self._handlers: dict[type, Handler] = {
             m.Connect: self._connect,
@@ -112,7 +116,8 @@ class Coordinator:
                 m.Send(peer, m.RequestError(None, m.ErrorCode.NOT_CONNECTED, text)),
                 m.Log("wrong_protocol", {"version": message.version}, warning=True, peer=peer),
             ]
-        self._clients[peer] = message
+        self._clients[peer] = _NEVER if message.version is None else self._turn
+        self._turn = (self._turn + 1) % _CLIENT_PING_TICKS
         acknowledgement = m.ConnectAck(
             PROTOCOL_VERSION,
             self.settings.signal.value,
@@ -204,10 +209,8 @@ class Coordinator:
         self._ticks += 1
         self.fleet.index.expire(now)
         effects = self.fleet.tick(self._ticks, now, message.stood_still)
-        if self._ticks % _CLIENT_PING_TICKS == 0:
-            ping = m.Ping(self._ticks)
-            ours = [peer for peer, client in self._clients.items() if client.version is not None]
-            effects += [m.Send(peer, ping) for peer in ours]
+        ping, now_turn = m.Ping(self._ticks), self._ticks % _CLIENT_PING_TICKS
+        effects += [m.Send(peer, ping) for peer, turn in self._clients.items() if turn == now_turn]
         return effects
 
     def _sweep(self, peer: bytes, message: m.Sweep, now: float) -> list[m.Effect]:

@@ -11,6 +11,7 @@ import zmq
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.runtime import keys, wire
 from megatron.core.inference.coordinator.runtime.connection import Change, Connection
+from megatron.core.inference.coordinator.runtime.sockets import CLIENT_PULSE
 from megatron.core.inference.coordinator.settings import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class ClientLink:
         self._ended_it = False  # this client ended the coordinator: nobody is to be warned
         self._context = zmq.Context()
         name = b"client-" + uuid.uuid4().bytes
-        self._connection = Connection(self._context, address, name, self._credentials)
+        self._connection = Connection(self._context, address, name, CLIENT_PULSE, self._credentials)
 
     @property
     def closed(self) -> bool:

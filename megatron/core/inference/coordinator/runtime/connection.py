@@ -48,6 +48,7 @@ class Connection:
         context: Where the sockets live.
         address: The coordinator's.
         name: Unique among all peers; the identities begin with it.
+        pulse: How often it sends heartbeats.
         credentials: Gives the peer's keys, each time; None where the coordinator speaks in plain.
 
     Attributes:
@@ -66,11 +67,13 @@ class Connection:
         context: zmq.Context,
         address: str,
         name: bytes,
+        pulse: sockets.Pulse,
         credentials: Callable[[], Credentials | None] = lambda: None,
     ):
         self._context = context
         self._address = address
         self._name = name
+        self._pulse = pulse
         self._credentials = credentials
         self._count = 0
         # Who is forgotten, and never closed, must not keep the context from ending.
@@ -128,7 +131,7 @@ class Connection:
             self._open_sockets[:] = socket, self.watch
 
         self.socket = sockets.dealer(
-            self._context, self._address, identity, self._credentials(), watch
+            self._context, self._address, identity, self._credentials(), self._pulse, watch
         )
 
 

@@ -11,6 +11,7 @@ from megatron.core.inference.coordinator.runtime import wire
 from megatron.core.inference.coordinator.runtime.connection import Change, Connection
 from megatron.core.inference.coordinator.runtime.keys import Credentials
 from megatron.core.inference.coordinator.runtime.process import CoordinatorDied
+from megatron.core.inference.coordinator.runtime.sockets import ENGINE_PULSE
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class CoordinatorLink:
     ):
         self.address = address
         self._plain = credentials is None
-        self._connection = Connection(context, address, name, lambda: credentials)
+        self._connection = Connection(context, address, name, ENGINE_PULSE, lambda: credentials)
         self._grace = self._patience = grace
         self._check_process = check_process
         self._failures = 0

@@ -3,7 +3,7 @@
 import resource
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -11,10 +11,30 @@ from megatron.core.inference.coordinator.messages import Right
 from megatron.core.inference.coordinator.runtime.heartbeats import Heartbeats
 from megatron.core.inference.coordinator.runtime.keys import Credentials
 
-HEARTBEAT_MS = 500
 HEARTBEAT_TIMEOUT_MS = 2000
-"""A peer asks the coordinator for a sign of life so often, and is given up by either end when this
-long none came. Without, a peer whose machine is gone looks like one that has nothing to say.
+"""An engine of which nothing came for so long, not even a heartbeat, is gone."""
+
+
+class Pulse(NamedTuple):
+    """How often a peer asks the coordinator for a sign of life.
+
+    Attributes:
+        every_ms: From one heartbeat to the next.
+        timeout_ms: Either end gives the other up when this long nothing came.
+    """
+
+    every_ms: int
+    timeout_ms: int
+
+
+ENGINE_PULSE = Pulse(500, HEARTBEAT_TIMEOUT_MS)
+CLIENT_PULSE = Pulse(2500, 10_000)
+"""Without heartbeats, a peer that was stopped looks like one that has nothing to say.
+
+Engines are few, and requests wait for them. Clients may be ten thousand: with the engines' pulse
+their encrypted heartbeats take more than twice the time of an idle coordinator (0.37 of a core, not
+0.17), and a busy one that misses them gets busier, with a handshake for each. The kernel finds
+links and machines that are gone, in 3 s.
 
 Only peers ask. A ROUTER must not: where one has as many messages waiting as it may have, it does
 not read from their peer; when that connection breaks meanwhile, libzmq (4.3.5) ends the process at
@@ -24,12 +44,14 @@ coordinator looks itself how long ago anything came (`heartbeats.py`).
 """
 
 _KEEPALIVE = {
+    zmq.TCP_MAXRT: HEARTBEAT_TIMEOUT_MS,
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 1,
     zmq.TCP_KEEPALIVE_INTVL: 1,
     zmq.TCP_KEEPALIVE_CNT: 2,
 }
-"""Seconds, and probes: finds machines and links gone over which nothing was on its way."""
+"""Seconds, and probes: finds machines and links gone over which nothing was on its way. Where
+something was, `TCP_MAXRT` does, in milliseconds."""
 
 _WAITING_MESSAGES = 20_000
 """Messages for, or from, one peer of a coordinator that may wait in memory."""
@@ -65,6 +87,7 @@ def dealer(
     address: str,
     identity: bytes,
     credentials: Credentials | None = None,
+    pulse: Pulse = ENGINE_PULSE,
     before: Callable[[zmq.Socket], None] = lambda socket: None,
 ) -> zmq.Socket:
     """A DEALER connected to a coordinator.
@@ -74,6 +97,7 @@ def dealer(
         address: The coordinator's, e.g. tcp://127.0.0.1:5000.
         identity: 1 to 255 bytes, unique among all peers; must not begin with a zero byte.
         credentials: Its keys; None where the coordinator speaks in plain.
+        pulse: How often it sends heartbeats.
         before: Called before it connects; whoever watches it must have begun by then.
 
     Raises:
@@ -82,9 +106,9 @@ def dealer(
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, identity)
     _common(socket)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, pulse.every_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, pulse.timeout_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, pulse.timeout_ms)
     if credentials is not None:
         credentials.apply(socket)
     before(socket)
@@ -112,9 +136,6 @@ def router(context: zmq.Context, max_frame_bytes: int = -1) -> zmq.Socket:
     socket.setsockopt(zmq.SNDHWM, _WAITING_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, _WAITING_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-    socket.setsockopt(zmq.TCP_MAXRT, HEARTBEAT_TIMEOUT_MS)  # the same with data on its way
-    for option, value in _KEEPALIVE.items():
-        socket.setsockopt(option, value)
     return socket
 
 
@@ -196,6 +217,8 @@ class Mailbox:
 def _common(socket: zmq.Socket) -> None:
     socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_TIMEOUT_MS)
+    for option, value in _KEEPALIVE.items():
+        socket.setsockopt(option, value)
     # No send may block the loop it is made from.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
