@@ -6,8 +6,10 @@ import pytest
 from builders import BLOCK, Fleet, hashes, tokens
 
 from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.conversations import FULL
 from megatron.core.inference.coordinator.delays import (
     HELD_UP,
+    RECOMPUTED,
     REQUEST_TOKENS,
     Delays,
     added_delay,
@@ -20,47 +22,68 @@ from megatron.core.inference.coordinator.kv_events import CLEARED, pack_events
 
 
 @pytest.mark.parametrize(
-    ("new", "queued", "load", "delay"),
+    ("new", "queued", "load", "mean_load", "evicted", "delay"),
     [
-        (0, 0, 0, 0),
-        (300, 0, 0, 300),  # its own prefill
-        (300, 500, 1, 1600),  # and what is before it; one other stands still, and shares steps
-        (300, 500, 8, 7200),
-        (300, 500, 9, 7700),  # more than 8 do not stand still the longer
-        (0, 0, 3, 1500),
+        (0, 0, 0, 0, 0, 0),
+        (300, 0, 0, 0, 0, 300),  # its own prefill
+        (300, 500, 1, 0, 0, 1500),  # and what is before it; one other shares its steps
+        (300, 500, 1, 2, 0, 1650),  # two others stand still, which counts half as much
+        (300, 500, 1, 32, 0, 3900),
+        (300, 500, 1, 99, 0, 3900),  # more than 32 do not stand still the longer
+        (300, 500, 1, 0, 100, 2000),  # somebody computes 100 tokens again
     ],
 )
-def test_the_formula(new, queued, load, delay):
-    assert (HELD_UP, REQUEST_TOKENS) == (8, 500)
-    assert added_delay(new, queued, load) == delay
+def test_the_formula(new, queued, load, mean_load, evicted, delay):
+    assert (HELD_UP, REQUEST_TOKENS, RECOMPUTED) == (32, 700, 5)
+    assert added_delay(new, queued, load, mean_load, evicted) == delay
 
 
 def delays_of(*ranks, deterministic=False):
-    """From (load, queued tokens, last assigned) of each rank."""
+    """From (load, queued tokens, last assigned, level) of each rank."""
     delays = Delays(deterministic)
-    for number, (load, queued, last) in enumerate(ranks):
+    for number, (load, queued, last, *level) in enumerate(ranks):
         if queued:
             delays.begin(number, 100 + number, queued, None)
-        delays.update(number, load, last)
+        delays.update(number, load, last, *level)
     return delays
 
 
 def test_an_empty_queue_is_worth_more_requests():
-    delays = delays_of((1, 9000, -1), (2, 0, -1))
-    assert number_of(delays.best(500)) == 1  # 500 + 2 * 1000 against 9500 + 1000
-    assert number_of(delays.best(9000)) == 0  # 9000 + 2 * 9500 against 18,000 + 9500
+    delays = delays_of((1, 900, -1), (2, 0, -1))
+    assert number_of(delays.best(500)) == 1  # 1400 before it against 1600
+    assert number_of(delays_of((1, 600, -1), (2, 0, -1)).best(500)) == 0
+
+
+def test_a_long_prompt_does_not_wait_where_few_are_held_up():
+    """By its own load the first would be best, with 16 held up by 8000 tokens instead of 24."""
+    delays = delays_of((16, 8000, -1), (24, 0, -1))
+    assert number_of(delays.best(8000)) == 1
 
 
 def test_where_queues_are_long_their_work_counts_and_not_how_many_wait():
     """Else short prompts gather on some ranks, and long ones queue ever longer on others."""
-    delays = delays_of((60, 700_000, -1), (250, 600_000, -1))
+    delays = delays_of((60, 740_000, -1), (250, 600_000, -1))
     assert number_of(delays.best(77_000)) == 1
+
+
+def test_a_prompt_goes_where_it_throws_nobody_out():
+    fuller, emptier = (0, 0, -1, FULL // 2), (1, 0, -1, 0)
+    assert number_of(delays_of(fuller, emptier).best(600)) == 1  # 5 * 225 against 700
+    assert number_of(delays_of(fuller, emptier).best(300)) == 0  # one request is dearer
+    assert number_of(delays_of(fuller, emptier).best_of([0, 1], 600)) == 1
+
+
+def test_where_all_are_full_nothing_is_charged():
+    """Somebody is thrown out wherever it goes."""
+    delays = delays_of((0, 0, -1, FULL), (1, 0, -1, FULL))
+    assert number_of(delays.best(10_000)) == 0
+    assert delays.best(10_000)[0] == added_delay(10_000, 0, 0, 0.5)
 
 
 @pytest.mark.parametrize(
     ("ranks", "best"),
     [
-        ([(2, 0, 5), (1, 500, 6)], 1),  # 1000 each with nothing new: fewer are held up
+        ([(0, 0, 5, 2), (0, 0, 6, 1)], 1),  # the same with nothing new: the lower level
         ([(0, 0, 5), (0, 0, 4)], 1),  # the one assigned longest ago
         ([(0, 0, -1), (0, 0, -1)], 0),  # the lower number
     ],
@@ -80,7 +103,7 @@ def test_the_search_finds_what_a_plain_one_does(seed):
     for _ in range(400):
         count = rng.randint(1, 12)
         ranks = [
-            (rng.randint(bool(queued), 12), queued, last)
+            (rng.randint(bool(queued), 12), queued, last, rng.choice([0, 0, 1, 5, FULL]))
             for last in rng.sample(range(count), count)
             for queued in [rng.choice([0, 0, 50, 1000, 4000, rng.randrange(9000)])]
         ]
@@ -89,9 +112,12 @@ def test_the_search_finds_what_a_plain_one_does(seed):
         some = set(rng.sample(range(count), rng.randint(1, count)))
 
         def order(number, new=new, ranks=ranks):
-            load, queued, last = ranks[number]
-            charge = added_delay(0, queued, load)
-            return added_delay(new, queued, load), min(load, HELD_UP), charge, last
+            load, queued, last, level = ranks[number]
+            mean_load = sum(each[0] for each in ranks) / len(ranks)
+            room = FULL * len(ranks) - sum(each[3] for each in ranks)
+            evicted = new * level * room // (FULL * FULL * len(ranks))
+            delay = added_delay(new, 0, 0, mean_load, evicted) + queued + REQUEST_TOKENS * load
+            return delay, level, queued + REQUEST_TOKENS * load, last
 
         for among in (some, set(range(count))):
             open_ = [n for n in among if not limit or ranks[n][0] < limit]
@@ -136,7 +162,10 @@ def events(first, numbers):
 
 def queued(fleet):
     fleet.core.check_integrity()
-    return [fleet.core.fleet.router._delays.queued(n) for n in range(len(fleet.core.fleet.ranks))]
+    return [
+        fleet.core.fleet.router._by_delay._delays.queued(n)
+        for n in range(len(fleet.core.fleet.ranks))
+    ]
 
 
 def test_a_prompt_waits_until_its_last_block_is_stored_or_it_is_answered():
@@ -166,7 +195,7 @@ def test_a_holder_computes_less_and_a_lost_rank_waits_for_nothing():
     assert queued(fleet)[rank] == 8 * BLOCK
     fleet.tell(b"%d" % rank, m.PeerLost())
     fleet.core.check_integrity()
-    assert fleet.core.fleet.router._delays.queued(rank) == 0
+    assert fleet.core.fleet.router._by_delay._delays.queued(rank) == 0
 
 
 def test_without_hashes_or_lengths_it_goes_by_queue_and_load():
@@ -176,7 +205,7 @@ def test_without_hashes_or_lengths_it_goes_by_queue_and_load():
 
 def test_with_load_balanced_signal_nothing_is_queued():
     fleet = by_delay(2, coordinator_policy="load_balanced")
-    assert fleet.core.fleet.router._delays is None
+    assert fleet.core.fleet.router._by_delay is None
     assert [fleet.route(tokens(4)) for _ in range(3)] == [0, 1, 0]
 
 

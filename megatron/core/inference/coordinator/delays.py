@@ -1,46 +1,61 @@
 """The cost policy `added_delay`: the rank where a request delays everybody least, itself included.
 
-    added delay = queued + new + new * min(load, HELD_UP) + REQUEST_TOKENS * load
+    added delay = queued + new + new * min(mean load, HELD_UP) / 4 + REQUEST_TOKENS * load
+                  + RECOMPUTED * evicted
 
-in tokens of prefill, which stand for the time that they take: only ratios matter, so that no clock
-and no profile is needed. `new` is what of the prompt the rank would have to compute, `queued` the
-prefill that it was given and has not done: together the request's own wait. While its prompt is
-computed the rank's other requests stand still for `new`. And each of these `load` requests makes
-the steps of this one longer, now or when it runs, and this one theirs, by what `REQUEST_TOKENS`
-stands for.
+in tokens of prefill, which stand for the time that they take: only ratios matter, so that no
+profile is needed. `new` is what of the prompt the rank would have to compute, `queued` the prefill
+that it was given and has not done: together the request's own wait. Each of the `load` requests
+there makes the steps of this one longer, now or when it runs, and this one theirs, by what
+`REQUEST_TOKENS` stands for.
 
-Of those held up only so many count. If all did, the sum of all delays would indeed be least, and
-nobody would want it: ranks with long queues would get ever more short prompts, a few others all the
-long ones, and these would wait for minutes and work on when the others are through.
+While a prompt is computed, others stand still for `new`. They are counted as many as ranks have on
+average, not as this one has: what is computed twice is lost to the whole fleet, and by its own load
+a rank with few requests would get the long prompts, however long they wait there already. A quarter
+of them counts, since an answer that ends later is no first token that comes later; and no more than
+`HELD_UP`, or under long queues one would wait for minutes rather than compute anything twice.
+
+`evicted` is what the prompt throws out of the rank's cache although somebody will come back for it,
+where another rank would have room for it:
+
+    evicted = new * level / FULL * (1 - mean level / FULL)
+
+with `level` and `FULL` of `conversations.py`. It has to be computed again, and holds up others
+then. Where all caches are full of conversations, some are thrown out anyway: nothing is charged.
 
 Source: issue 6, and replay of its workloads. Unlike the scores of `decision.py` this one falls as a
 queue empties, so the best rank without the prompt need not be the least loaded one. Ranks are kept
-by how many are held up there, then by the rest of the formula: of each number only the first can
-win, and there are few numbers.
+by level, then by queue and load: of each level only the first can win, and there are few levels.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-HELD_UP = 8
-"""Requests of a rank that count as held up by a prefill, at most. In replay 5 to 16 do alike."""
+from megatron.core.inference.coordinator.conversations import FULL
 
-REQUEST_TOKENS = 500
+HELD_UP = 32
+"""Requests that count as held up by a prefill, at most."""
+
+REQUEST_TOKENS = 700
 """What one more request costs the others and itself, in tokens of prefill. In replay less leaves
 ranks idle when few sessions are left, more drives sessions away from what is cached for them."""
+
+RECOMPUTED = 5
+"""What a token costs that has to be computed again: of the order of a new one on a busy fleet."""
 
 _MOST_TOKENS = 2**40  # prompt lengths are told by clients
 _NUMBER_BITS, _RECENCY_BITS, _CHARGE_BITS = 16, 48, 64
 _CHARGE_SHIFT = _NUMBER_BITS + _RECENCY_BITS
-_HELD_UP_SHIFT = _CHARGE_SHIFT + _CHARGE_BITS
+_LEVEL_SHIFT = _CHARGE_SHIFT + _CHARGE_BITS
 
 Found = tuple[int, int]
 """The delay that a rank would add, and the rank's key: what comes first in order is better."""
 
 
-def added_delay(new: int, queued: int, load: int) -> int:
+def added_delay(new: int, queued: int, load: int, mean_load: float, evicted: int = 0) -> int:
     """Tokens of prefill, by the formula above."""
-    return queued + new + new * min(load, HELD_UP) + REQUEST_TOKENS * load
+    held_up = new * min(mean_load, HELD_UP) / 4
+    return int(queued + new + held_up + REQUEST_TOKENS * load + RECOMPUTED * evicted)
 
 
 def number_of(found: Found) -> int:
@@ -53,8 +68,8 @@ class Delays:
 
     A request's prefill is queued from its routing until its last full block is stored, or it is
     answered; engines prefill first come first served, so both also end what was routed before.
-    Ties go to where fewer are held up, then to where queue and load cost less, then to the rank
-    assigned least recently, then to the lowest number.
+    Ties go to the lower level, then to where queue and load cost less, then to the rank assigned
+    least recently, then to the lowest number.
 
     Args:
         deterministic: Leave recency out.
@@ -65,32 +80,37 @@ class Delays:
         self._order: list[int] = []
         self._keys: dict[int, int] = {}
         self._loads: dict[int, int] = {}
+        self._load = self._level = 0  # of all ranks together
         self._queues: dict[int, dict[int, tuple[int, bytes | None]]] = {}
         self._tokens: dict[int, int] = {}
 
     # --- ranks -------------------------------------------------------------------------------
 
-    def update(self, rank: int, load: int, last_assigned: int) -> None:
-        """A rank is new, or its load or its queue has changed.
+    def update(self, rank: int, load: int, last_assigned: int, level: int = 0) -> None:
+        """A rank is new, or its load, its queue or its level has changed.
 
         Args:
             rank: Its number, below 65,536.
             load: Requests that it has and has not answered.
             last_assigned: Sequence number of its latest assignment, -1 for never.
+            level: How full its cache is of conversations that go on, 0 to `FULL`.
         """
         self.remove(rank)
         recency = 0 if self._deterministic else last_assigned + 1
-        charge = added_delay(0, self._tokens.get(rank, 0), load)
-        key = (min(load, HELD_UP) << _CHARGE_BITS | charge) << _RECENCY_BITS | recency
-        self._loads[rank] = load
+        charge = self._tokens.get(rank, 0) + REQUEST_TOKENS * load
+        key = (level << _CHARGE_BITS | charge) << _RECENCY_BITS | recency
         self._keys[rank] = key = key << _NUMBER_BITS | rank
+        self._loads[rank] = load
+        self._load += load
+        self._level += level
         insort(self._order, key)
 
     def remove(self, rank: int) -> None:
         """A rank is live no more, if it was."""
         key = self._keys.pop(rank, None)
         if key is not None:
-            del self._loads[rank]
+            self._load -= self._loads.pop(rank)
+            self._level -= key >> _LEVEL_SHIFT
             del self._order[bisect_left(self._order, key)]
 
     # --- queues ------------------------------------------------------------------------------
@@ -150,14 +170,14 @@ class Delays:
         order, at, best = self._order, 0, None
         while at < len(order):
             key = order[at]
-            held_up = key >> _HELD_UP_SHIFT
-            if best is not None and added_delay(new, 0, held_up) >= best[0]:
+            caused = self._caused(new, key >> _LEVEL_SHIFT)
+            if best is not None and caused >= best[0]:
                 break
             rank = key & ((1 << _NUMBER_BITS) - 1)
             if (not limit or self._loads[rank] < limit) and accept(rank):
-                found = _delay(key, new), key
+                found = caused + _charge(key), key
                 best = found if best is None else min(best, found)
-                at = bisect_left(order, (held_up + 1) << _HELD_UP_SHIFT, at)
+                at = bisect_left(order, (key >> _LEVEL_SHIFT) + 1 << _LEVEL_SHIFT, at)
             else:
                 at += 1
         return best
@@ -165,7 +185,14 @@ class Delays:
     def best_of(self, ranks: Iterable[int], new: int, limit: int = 0) -> Found | None:
         """The best of some ranks, which must be live; takes a step for each of them."""
         keys = (self._keys[rank] for rank in ranks if not limit or self._loads[rank] < limit)
-        return min(((_delay(key, new), key) for key in keys), default=None)
+        found = ((self._caused(new, key >> _LEVEL_SHIFT) + _charge(key), key) for key in keys)
+        return min(found, default=None)
+
+    def _caused(self, new: int, level: int) -> int:
+        """What the prompt itself adds on a rank of some level."""
+        ranks = len(self._keys)
+        evicted = new * level * (FULL * ranks - self._level) // (FULL * FULL * ranks)
+        return added_delay(new, 0, 0, self._load / ranks, evicted)
 
     def check_integrity(self, ranks: Mapping[int, int], live: Mapping[int, int]) -> None:
         """Compare what is counted with the requests.
@@ -185,13 +212,10 @@ class Delays:
         assert self._order == sorted(self._keys.values()), "the order is none"
         assert self._loads == live
         for rank, key in self._keys.items():
-            assert key >> _HELD_UP_SHIFT == min(live[rank], HELD_UP)
-            assert _charge(key) == added_delay(0, self.queued(rank), live[rank])
+            assert _charge(key) == self.queued(rank) + REQUEST_TOKENS * live[rank]
+        assert self._load == sum(live.values())
+        assert self._level == sum(key >> _LEVEL_SHIFT for key in self._keys.values())
 
 
 def _charge(key: int) -> int:
     return key >> _CHARGE_SHIFT & ((1 << _CHARGE_BITS) - 1)
-
-
-def _delay(key: int, new: int) -> int:
-    return new + new * (key >> _HELD_UP_SHIFT) + _charge(key)

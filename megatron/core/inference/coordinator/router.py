@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
 
 from megatron.core.inference.coordinator.accuracy import Accuracy
+from megatron.core.inference.coordinator.by_delay import FEW_HOLDERS, ByDelay
 from megatron.core.inference.coordinator.decision import Candidate, Situation, choose
-from megatron.core.inference.coordinator.delays import Delays, number_of
 from megatron.core.inference.coordinator.hashing import HASH_BYTES, checked_hashes, expected_skip
 from megatron.core.inference.coordinator.index import PrefixIndex
 from megatron.core.inference.coordinator.ledger import Ledger, RequestRecord
@@ -17,9 +17,6 @@ from megatron.core.inference.coordinator.prefixes import Match
 from megatron.core.inference.coordinator.ranks import Rank, Ranks
 from megatron.core.inference.coordinator.settings import CoordinatorSettings
 from megatron.core.inference.coordinator.standing import Standing
-
-_FEW_HOLDERS = 32
-"""Holders up to which each is looked at; of more, the first is soon met in the order of all."""
 
 
 @dataclass(slots=True)
@@ -55,7 +52,7 @@ class Router:
         self._standing = Standing(settings.deterministic)
         self._hashed = settings.hashed
         by_delay = settings.routing.cost_policy is PrefixCachingCostPolicy.ADDED_DELAY
-        self._delays = Delays(settings.deterministic) if by_delay and self._hashed else None
+        self._by_delay = ByDelay(settings, ranks, index) if by_delay and self._hashed else None
         self._block_size = settings.block_size_tokens or 1
         self._limit = settings.fleet.max_rank_requests
         self._first_block_only = (
@@ -97,8 +94,8 @@ class Router:
             self._predict(record, rank, depth)
             record.lease = self._index.pin(rank.number, match)
         self._ledger.assign(record.request_id, rank.number)
-        if self._delays is not None:
-            self._queue_prefill(self._delays, record, rank, depth)
+        if self._by_delay is not None:
+            self._by_delay.begin(record, rank, hashes[: depth * HASH_BYTES])
         rank.last_assigned = self._assignments
         self._assignments += 1
         self._note_load(rank)
@@ -109,8 +106,8 @@ class Router:
         """The request is finished: what was held for it is given back."""
         if record.lease is not None:
             self._index.release(record.lease, now)
-        if self._delays is not None and record.rank is not None:
-            self._delays.finish(record.rank, record.request_id)
+        if self._by_delay is not None:
+            self._by_delay.end(record, now)
         rank = self._ranks.get(record.rank) if record.rank is not None else None
         if rank is not None:
             self._note_load(rank)
@@ -123,14 +120,16 @@ class Router:
         self._index.add_rank(rank.number, capacity=rank.total_blocks, retains=rank.retains)
         if rank.generation == 1:  # the number may have been another replica's
             self.accuracy.pop(rank.number, None)
+        if self._by_delay is not None:
+            self._by_delay.add_rank(rank)
         self._note_load(rank)
 
     def drop_rank(self, rank: Rank) -> None:
         """A rank is live no more."""
         self._index.drop_rank(rank.number)
         self._standing.remove(rank.number)
-        if self._delays is not None:
-            self._delays.remove(rank.number)
+        if self._by_delay is not None:
+            self._by_delay.drop_rank(rank)
 
     def compare(self, record: RequestRecord, rank: Rank, answer: Answer) -> bool:
         """Compare what was predicted with what the engine really skipped.
@@ -157,9 +156,9 @@ class Router:
 
         Nor does the prefill of such a prompt wait on its rank.
         """
-        if self._delays is not None:
+        if self._by_delay is not None:
             chains = tuple(chains)
-            if self._delays.stored(rank.number, chains):
+            if self._by_delay.stored(rank, chains):
                 self._note_load(rank)
         if not self._bursts:
             return
@@ -188,16 +187,14 @@ class Router:
         for rank in self._ranks:
             load = self._ledger.load(rank.number)
             assert self._standing.load(rank.number) == load, "the order does not follow the load"
-        if self._delays is not None:
-            ranks = {r.request_id: r.rank for r in self._ledger if r.rank is not None}
-            live = {rank.number: self._ledger.load(rank.number) for rank in self._ranks}
-            self._delays.check_integrity(ranks, live)
+        if self._by_delay is not None:
+            self._by_delay.check_integrity(self._ledger)
 
     def _best(self, record: RequestRecord, match: Match) -> tuple[Rank, int]:
         """The best rank, and how many of the prompt's blocks it holds."""
         groups = self._index.holders(match)
-        if self._delays is not None:
-            number, depth = self._choose_by_delay(self._delays, groups, record)
+        if self._by_delay is not None:
+            number, depth = self._by_delay.choose(record, groups, self._ledger)
         elif groups:
             number, depth = self._choose(groups, match.blocks)
         else:
@@ -233,48 +230,18 @@ class Router:
         winner = choose(candidates, settings.cost_policy, situation, deterministic=deterministic)
         return winner.rank, depths[winner.rank]
 
-    def _choose_by_delay(
-        self, delays: Delays, groups: Sequence[tuple[int, int]], record: RequestRecord
-    ) -> tuple[int, int]:
-        """The best of each group of equal holders, and of all ranks as if they held nothing."""
-        index, limit = self._index, self._limit
-        best, deepest = delays.best(self._missing(record, 0), limit), 0
-        for slots, depth in groups:
-            new = self._missing(record, depth)
-            if slots.bit_count() <= _FEW_HOLDERS:
-                found = delays.best_of(index.ranks(slots), new, limit)
-            else:
-                found = delays.best(new, limit, lambda n, slots=slots: slots & index.slot(n))  # type: ignore[misc]
-            if found is not None and (best is None or found <= best):
-                best, deepest = found, depth
-        assert best is not None
-        return number_of(best), deepest
-
-    def _missing(self, record: RequestRecord, depth: int) -> int:
-        """Tokens that a rank which holds so many blocks would have to compute of a prompt."""
-        held = record.blocks if self._first_block_only and depth else depth
-        if record.prompt_tokens < 0:
-            return (record.blocks - held) * self._block_size
-        return record.prompt_tokens - expected_skip(record.prompt_tokens, held, self._block_size)
-
-    def _queue_prefill(self, delays: Delays, record: RequestRecord, rank: Rank, depth: int) -> None:
-        """Its prefill waits from now on, unless less than a block of it is to be computed."""
-        new = self._missing(record, depth)
-        if new > self._block_size:
-            delays.begin(rank.number, record.request_id, new, record.chain)
-
     def _first_of(self, slots: int) -> int:
         """The rank that ties prefer in a set of slots."""
         index = self._index
-        if slots.bit_count() <= _FEW_HOLDERS:
+        if slots.bit_count() <= FEW_HOLDERS:
             return self._standing.first_of(index.ranks(slots))
         return self._standing.first_where(lambda number: slots & index.slot(number))
 
     def _note_load(self, rank: Rank) -> None:
         load = self._ledger.load(rank.number)
         self._standing.update(rank.number, load, rank.last_assigned)
-        if self._delays is not None:
-            self._delays.update(rank.number, load, rank.last_assigned)
+        if self._by_delay is not None:
+            self._by_delay.update(rank, load)
 
     def _predict(self, record: RequestRecord, rank: Rank, depth: int) -> None:
         record.held_blocks = depth

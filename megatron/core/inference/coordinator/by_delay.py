@@ -1,0 +1,136 @@
+"""Requests, queues and conversations as the cost policy `added_delay` sees them (`delays.py`)."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
+
+from megatron.core.inference.coordinator.conversations import Conversations
+from megatron.core.inference.coordinator.delays import Delays, number_of
+from megatron.core.inference.coordinator.hashing import HASH_BYTES, expected_skip
+from megatron.core.inference.coordinator.index import PrefixIndex
+from megatron.core.inference.coordinator.ledger import Ledger, RequestRecord
+from megatron.core.inference.coordinator.ranks import Rank, Ranks
+from megatron.core.inference.coordinator.settings import CoordinatorSettings
+
+FEW_HOLDERS = 32
+"""Holders up to which each is looked at; of more, the first is soon met in the order of all."""
+
+
+class ByDelay:
+    """Chooses by added delay, and keeps what that is made up of.
+
+    Args:
+        settings: The policies, the size of a block, the limit of a rank.
+        ranks: The live ranks.
+        index: What the ranks hold.
+    """
+
+    def __init__(self, settings: CoordinatorSettings, ranks: Ranks, index: PrefixIndex):
+        self._ranks = ranks
+        self._index = index
+        self._limit = settings.fleet.max_rank_requests
+        self._block_size = settings.block_size_tokens or 1
+        self._first_block_only = (
+            settings.signal is PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
+        )
+        self._delays = Delays(settings.deterministic)
+        self._conversations = Conversations()
+
+    # --- ranks -------------------------------------------------------------------------------
+
+    def add_rank(self, rank: Rank) -> None:
+        """A rank is live from now on; `update` has to follow."""
+        blocks = rank.total_blocks if rank.retains else None
+        self._conversations.add_rank(rank.number, blocks and blocks * self._block_size)
+
+    def drop_rank(self, rank: Rank) -> None:
+        """A rank is live no more."""
+        self._delays.remove(rank.number)
+        self._conversations.drop_rank(rank.number)
+
+    def update(self, rank: Rank, load: int) -> None:
+        """A live rank's load has changed, or what it has to compute."""
+        level = self._conversations.level(rank.number)
+        self._delays.update(rank.number, load, rank.last_assigned, level)
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def choose(
+        self, record: RequestRecord, groups: Sequence[tuple[int, int]], ledger: Ledger
+    ) -> tuple[int, int]:
+        """The best of each group of equal holders, and of all ranks as if they held nothing.
+
+        Args:
+            record: The request.
+            groups: Slots that hold equally much of its prompt, and how many blocks.
+            ledger: Knows the ranks' loads.
+
+        Returns:
+            The rank's number, and how many blocks it holds.
+        """
+        for number in self._conversations.expire(record.came):
+            self.update(self._ranks.get(number), ledger.load(number))  # type: ignore[arg-type]
+        delays, index, limit = self._delays, self._index, self._limit
+        best, deepest = delays.best(self._missing(record, 0), limit), 0
+        for slots, depth in groups:
+            new = self._missing(record, depth)
+            if slots.bit_count() <= FEW_HOLDERS:
+                found = delays.best_of(index.ranks(slots), new, limit)
+            else:
+                found = delays.best(new, limit, lambda n, slots=slots: slots & index.slot(n))  # type: ignore[misc]
+            if found is not None and (best is None or found <= best):
+                best, deepest = found, depth
+        assert best is not None
+        return number_of(best), deepest
+
+    def begin(self, record: RequestRecord, rank: Rank, held: bytes) -> None:
+        """A request is given to a rank; `update` has to follow.
+
+        Its prefill waits from now on, unless less than a block of it is to be computed.
+
+        Args:
+            record: The request.
+            rank: The rank.
+            held: Packed hashes of what the rank holds of the prompt.
+        """
+        new = self._missing(record, len(held) // HASH_BYTES)
+        if new > self._block_size:
+            self._delays.begin(rank.number, record.request_id, new, record.chain)
+        if record.chain is not None:
+            tokens = max(record.prompt_tokens, record.blocks * self._block_size)
+            before = held[-HASH_BYTES:]
+            self._conversations.begin(
+                rank.number, record.chain, before=before, new=new, tokens=tokens, now=record.came
+            )
+
+    def end(self, record: RequestRecord, now: float) -> None:
+        """A request is answered, or taken from its rank; `update` has to follow."""
+        if record.rank is None:
+            return
+        self._delays.finish(record.rank, record.request_id)
+        if record.chain is not None:
+            self._conversations.end(record.rank, record.chain, now)
+
+    def stored(self, rank: Rank, chains: Sequence[bytes]) -> bool:
+        """A rank has stored these packed chains; whether `update` has to follow."""
+        return self._delays.stored(rank.number, chains)
+
+    def check_integrity(self, ledger: Ledger) -> None:
+        """Compare what is counted with the requests.
+
+        Raises:
+            AssertionError: They differ.
+        """
+        live = {rank.number: ledger.load(rank.number) for rank in self._ranks}
+        ranks = {r.request_id: r.rank for r in ledger if r.rank is not None}
+        self._delays.check_integrity(ranks, live)
+        chains = ((r.rank, r.chain) for r in ledger if r.rank in live and r.chain is not None)
+        self._conversations.check_integrity(Counter(chains))
+
+    def _missing(self, record: RequestRecord, depth: int) -> int:
+        """Tokens that a rank which holds so many blocks would have to compute of a prompt."""
+        held = record.blocks if self._first_block_only and depth else depth
+        if record.prompt_tokens < 0:
+            return (record.blocks - held) * self._block_size
+        return record.prompt_tokens - expected_skip(record.prompt_tokens, held, self._block_size)

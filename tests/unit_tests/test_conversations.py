@@ -1,0 +1,204 @@
+"""Which conversations fill the ranks' caches: who goes on, who is given up, and what it steers."""
+
+import random
+from collections import Counter
+
+import pytest
+from builders import BLOCK, Fleet, tokens
+
+from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.conversations import FULL, Conversations
+
+CAPACITY = 1000
+
+
+class Told:
+    """Conversations, and prompts told shortly: the chain of one of `n` tokens is its name and n."""
+
+    def __init__(self, ranks=1, capacity=CAPACITY):
+        self.conversations = Conversations()
+        for rank in range(ranks):
+            self.conversations.add_rank(rank, capacity)
+
+    def begin(self, name, size, *, held=0, new=None, rank=0, now=0.0):
+        before = b"%s%d" % (name, held) if held else b""
+        self.conversations.begin(
+            rank, b"%s%d" % (name, size), before=before, now=now,
+            new=size - held if new is None else new, tokens=size,
+        )  # fmt: skip
+
+    def end(self, name, size, *, rank=0, now=0.0):
+        self.conversations.end(rank, b"%s%d" % (name, size), now)
+
+    def taken(self, rank=0):
+        return self.conversations._tokens[rank]
+
+
+@pytest.mark.parametrize(
+    ("taken", "level"),
+    [(0, 0), (600, 0), (640, 0), (650, 1), (800, 4), (999, 7), (1000, FULL), (9000, FULL)],
+)
+def test_the_level_rises_when_conversations_take_more_than_three_fifths(taken, level):
+    told = Told()
+    told.begin(b"a", taken)
+    assert told.conversations.level(0) == level
+
+
+@pytest.mark.parametrize("capacity", [None, 0])
+def test_a_cache_of_unknown_size_is_never_full(capacity):
+    told = Told(capacity=capacity)
+    told.begin(b"a", 10**9)
+    assert told.conversations.level(0) == 0
+
+
+def test_a_conversation_that_goes_on_takes_what_it_has_grown_to():
+    told = Told()
+    told.begin(b"a", 300)
+    told.end(b"a", 300, now=1.0)
+    told.begin(b"a", 450, held=300, now=5.0)
+    assert told.taken() == 450
+    told.end(b"a", 450, now=6.0)
+    told.begin(b"a", 500, held=0, now=9.0)  # thrown out meanwhile: computed anew, as another one
+    assert told.taken() == 950
+
+
+def test_what_many_share_counts_once():
+    told = Told()
+    told.begin(b"root", 400)
+    for name in (b"a", b"b", b"c"):
+        told.begin(name, 450, new=50)
+    assert told.taken() == 400 + 3 * 50
+
+
+def test_equal_prompts_are_one_until_they_go_apart():
+    told = Told()
+    for new in (300, 16, 16):  # of what is being computed one block is computed again
+        told.begin(b"a", 300, new=new)
+    assert told.taken() == 300
+    told.end(b"a", 300, now=1.0)
+    told.begin(b"a", 340, held=300, now=2.0)  # the others are still being answered
+    assert told.taken() == 340
+    told.end(b"a", 300, now=3.0)
+    told.end(b"a", 300, now=3.0)
+    told.begin(b"a", 350, held=300, now=4.0)
+    assert told.taken() == 40 + 350
+
+
+def test_who_pauses_for_four_times_as_long_as_others_is_given_up():
+    told = Told(ranks=2)
+    now = 0.0
+    told.begin(b"a", 10)
+    for size in range(20, 12_000, 10):  # 10 s again and again: that is learned
+        told.end(b"a", size - 10, now=now)
+        now += 10.0
+        told.begin(b"a", size, held=size - 10, now=now)
+    told.begin(b"b", 500, rank=1, now=now)
+    told.begin(b"c", 200, rank=1, now=now)
+    told.end(b"b", 500, rank=1, now=now)
+    assert told.conversations.expire(now + 39.0) == set()
+    assert told.taken(1) == 700
+    assert told.conversations.expire(now + 41.0) == {1}
+    assert told.taken(1) == 200  # those that run are never given up
+    assert told.taken(0) == 11_990
+
+
+def test_nobody_is_waited_for_longer_than_five_minutes():
+    told = Told()
+    now = 0.0
+    for _ in range(1000):  # an hour each time
+        told.begin(b"a", 10, held=10, new=1, now=now)
+        told.end(b"a", 10, now=now)
+        now += 3600.0
+    assert told.conversations.expire(now - 3600.0 + 299.0) == set()
+    assert told.conversations.expire(now - 3600.0 + 301.0) == {0}
+
+
+def test_a_lost_rank_has_none_and_answers_of_its_last_life_are_nothing():
+    told = Told(ranks=2)
+    told.begin(b"a", 300)
+    told.begin(b"b", 300)
+    told.end(b"b", 300, now=1.0)
+    told.conversations.drop_rank(0)
+    told.end(b"a", 300, now=2.0)
+    told.conversations.add_rank(0, CAPACITY)
+    told.end(b"a", 300, now=2.0)
+    assert told.taken() == 0
+    assert told.conversations.expire(1e6) == set()
+    told.conversations.check_integrity({})
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_counts_follow_the_requests_whatever_comes(seed):
+    rng = random.Random(seed)
+    told, running, now = Told(ranks=3), Counter(), 0.0
+    for _ in range(2000):
+        now += rng.expovariate(1.0)
+        rank, name = rng.randrange(3), rng.choice([b"a", b"b", b"c"])
+        match rng.randrange(20):
+            case 0:
+                told.conversations.drop_rank(rank)
+                told.conversations.add_rank(rank, CAPACITY)
+                running = Counter({k: n for k, n in running.items() if k[0] != rank})
+            case 1 | 2:
+                told.conversations.expire(now)
+            case kind if kind < 12:
+                size = rng.randrange(1, 9) * 50
+                held = rng.choice([0, size, size - 50])
+                told.begin(name, size, held=held, new=rng.randrange(60), rank=rank, now=now)
+                running[rank, b"%s%d" % (name, size)] += 1
+            case _ if running:
+                rank, chain = rng.choice(sorted(running))
+                told.conversations.end(rank, chain, now)
+                running = running - Counter([(rank, chain)])
+        told.conversations.check_integrity(running)
+
+
+# --- in a fleet ----------------------------------------------------------------------------------
+
+
+def by_delay(ranks, **values):
+    fleet = Fleet(cost_policy="added_delay")
+    for _ in range(ranks):
+        fleet.join(**values)
+    return fleet
+
+
+def level(fleet, rank):
+    fleet.core.check_integrity()
+    return fleet.core.fleet.router._by_delay._conversations.level(rank)
+
+
+def test_new_conversations_go_where_others_leave_them_room():
+    """Both ranks are idle, and the first would be asked first: it was idle longer."""
+    fleet = by_delay(2, total_blocks=100)
+    first, request = fleet.ask(tokens(90, name=1))
+    fleet.answer(request)
+    second, request = fleet.ask(tokens(10, name=2))
+    fleet.answer(request)
+    assert (first, second) == (0, 1)
+    assert (level(fleet, 0), level(fleet, 1)) == (6, 0)
+    assert fleet.route(tokens(60, name=3)) == 1
+
+
+def test_a_conversation_that_is_over_makes_room_after_a_while():
+    fleet = by_delay(2, total_blocks=100)
+    for size, name in ((90, 1), (10, 2)):
+        fleet.answer(fleet.ask(tokens(size, name=name))[1])
+    fleet.now += 130.0  # four times the half minute that is taken for granted at first
+    assert fleet.route(tokens(60, name=3)) == 0
+    assert level(fleet, 0) == 0
+
+
+def test_a_rank_that_keeps_nothing_is_never_full():
+    fleet = by_delay(2, total_blocks=100, eviction="ref_zero")
+    fleet.ask(tokens(95, name=1))
+    assert level(fleet, 0) == 0
+
+
+def test_a_lost_rank_takes_its_conversations_with_it():
+    fleet = by_delay(2, total_blocks=100)
+    fleet.ask(tokens(97, name=1))
+    fleet.tell(b"0", m.PeerLost())
+    fleet.core.check_integrity()
+    assert level(fleet, 1) == 7  # its request was given to the other one
+    assert fleet.core.fleet.router._by_delay._conversations._tokens[1] == BLOCK * 97
