@@ -161,6 +161,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             break
     if options.json:
         options.json.write_text(json.dumps(written, indent=2) + "\n")
+    if options.check:
+        agrees = "agrees" if written["agrees"] else "does NOT agree"
+        print(f"\nThe model {agrees} with the engine (times within {options.within:.0%}).")
     return 0 if written["agrees"] else 1
 
 

@@ -4,8 +4,10 @@ The format is described where it is written: `Record` of
 megatron/core/inference/coordinator/runtime/records.py.
 
 A request whose prompt goes on from the prompt of an earlier one that was answered is taken as the
-next turn of that session. Requests whose replicas were lost are taken as if they had been answered;
-those that the engine could not take (`failed`) are left out.
+next turn of that session, after the pause between the two, unless another coordinator began
+meanwhile: for how long there was none says nothing of the session. Requests whose replicas were
+lost are taken as if they had been answered; those that the engine could not take (`failed`) are
+left out.
 """
 
 from dataclasses import dataclass, field
@@ -35,12 +37,14 @@ class _Session:
         chains: Its chains.
         turns: Its turns.
         answered: When its last turn was.
+        life: Of the coordinators, the number of the one that had its last turn.
     """
 
     name: str
     chains: ChainBuilder = field(default_factory=ChainBuilder)
     turns: list[Turn] = field(default_factory=list)
     answered: float = 0.0
+    life: int = 0
 
 
 @dataclass(slots=True, order=True)
@@ -54,6 +58,7 @@ class _Asked:
         prompt_tokens: Tokens of its prompt.
         output_tokens: Tokens of its answer.
         hashes: Its packed hashes.
+        life: The number of the coordinator, of those that wrote into the file.
     """
 
     time: float
@@ -62,17 +67,19 @@ class _Asked:
     prompt_tokens: int
     output_tokens: int
     hashes: bytes
+    life: int
 
 
 class _Log:
     """A record as far as it is read."""
 
     def __init__(self):
-        self.block_size = 0
+        self.block_size = self.replicas = 0
         self.sessions: list[_Session] = []
         self._asked: list[_Asked] = []  # in the order in which they ended
         self._by_end: dict[bytes, list[_Session]] = {}  # by the last block of their latest prompt
         self._hashed = False
+        self._life = 0
 
     def opened(self, record: Record) -> None:
         """A coordinator began."""
@@ -82,6 +89,8 @@ class _Log:
         if self.block_size not in (0, size):
             raise record.wrong(f"block_size is {size}; it was {self.block_size} before")
         self.block_size = size
+        self.replicas = max(self.replicas, record.whole("ranks", 0, default=0))
+        self._life += 1
 
     def asked(self, record: Record) -> None:
         """A request ended."""
@@ -91,9 +100,12 @@ class _Log:
         hashes, tokens = self._hashes(record)
         output = record.whole("output_tokens", -1)
         output = max(1, output) if output >= 0 else _OUTPUT_TOKENS
+        if record.values.get("rank") is not None:
+            self.replicas = max(self.replicas, record.whole("rank", 0) + 1)
         time = record.number("time", 0.0)
         ended = time + record.number("seconds", 0.0)
-        self._asked.append(_Asked(time, len(self._asked), ended, tokens, output, hashes))
+        number = len(self._asked)
+        self._asked.append(_Asked(time, number, ended, tokens, output, hashes, self._life))
 
     def connect(self, path: Path) -> None:
         """Make sessions of what was read, in the order in which requests came.
@@ -124,8 +136,9 @@ class _Log:
         if session is None:
             session = _Session(f"session {len(self.sessions)}")
             self.sessions.append(session)
-        else:
+        elif session.life == request.life:
             gap = request.time - session.answered
+        session.life = request.life
         chain = session.chains.add(request.hashes)
         turn = Turn(request.prompt_tokens, request.output_tokens, gap, at, chain)
         session.turns.append(turn)
@@ -180,4 +193,5 @@ def read_decisions(path: Path) -> Workload:
     if not log.sessions:
         raise InputError(f"{path}: there is no request in it")
     sessions = [Session(s.name, s.turns, s.chains.chains) for s in log.sessions]
-    return Workload(path.stem, log.block_size, sessions, timed=True)
+    replicas = log.replicas or None
+    return Workload(path.stem, log.block_size, sessions, timed=True, replicas=replicas)

@@ -81,7 +81,8 @@ def _add_fleet(group: Any) -> None:
     fleet = Fleet(PROFILES["reference"])
     add = group.add_argument
     add("--profile", default=fleet.profile.name, help="reference, strict, or a file of one's own")
-    add("--replicas", type=_positive, default=fleet.replicas, help=f"how many{_DEFAULT}")
+    how_many = f"how many (default: as many as recorded, or {fleet.replicas})"
+    add("--replicas", type=_positive, help=how_many)
     size, places = fleet.profile.cache_tokens, fleet.profile.max_requests
     own = "(default: the profile's, {:,} of reference)"
     add("--cache", type=_positive, metavar="TOKENS", help=f"of each replica {own.format(size)}")
@@ -100,15 +101,17 @@ def setting_of(args: argparse.Namespace) -> Setting:
     """
     make = workload_maker(args)
     profile = find_profile(args.profile)
-    size = make(args.seeds[0]).block_size
-    changes = {"block_size": size, "cache_tokens": args.cache, "max_requests": args.max_requests}
-    profile = replace(profile, **{name: v for name, v in changes.items() if v is not None})
-    fleet = Fleet(profile, args.replicas, args.eviction == "lru", args.generated)
+    first = make(args.seeds[0])
+    changes = {"cache_tokens": args.cache, "max_requests": args.max_requests}
+    given = {name: value for name, value in changes.items() if value is not None}
+    profile = replace(profile, block_size=first.block_size, **given)
+    replicas = args.replicas or first.replicas or Fleet(profile).replicas
+    fleet = Fleet(profile, replicas, args.eviction == "lru", args.generated)
     mu, sigma = args.gap
     load = Load(args.concurrency, Load().ramp, mu, sigma, args.trace_gaps, args.speedup)
     if args.speedup < 0:
         raise InputError("--speedup must be 0 (closed loop) or more")
-    if args.speedup and not make(args.seeds[0]).timed:
+    if args.speedup and not first.timed:
         raise InputError(f"{args.workload} has no timestamps: it cannot be sent in open loop")
     return Setting(make, load, fleet, args.seeds, args.jobs)
 

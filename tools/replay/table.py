@@ -64,7 +64,10 @@ def summary(comparison: Comparison) -> str:
         f"{comparison.workload}: {comparison.requests:,} requests a run; one infinite cache would "
         f"skip {comparison.bound:.3f} of the prompt tokens"
     )
-    return f"{head}\n\n{aligned(rows(comparison))}"
+    return (
+        f"{head}\n\n{aligned(rows(comparison))}\n\nWhat the columns are stands on the page that "
+        "--html writes, and in docs/choosing-a-policy.md."
+    )
 
 
 def as_json(comparison: Comparison, setting: dict[str, Any]) -> dict[str, Any]:

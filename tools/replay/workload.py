@@ -63,12 +63,14 @@ class Workload:
         block_size: Tokens in a block of its hashes.
         sessions: The sessions.
         timed: Whether its turns have a time of their own, so that it can be replayed in open loop.
+        replicas: How many it was recorded on; None if that is not known.
     """
 
     name: str
     block_size: int
     sessions: list[Session]
     timed: bool = False
+    replicas: int | None = None
 
     def __post_init__(self):
         if not self.sessions:

@@ -24,6 +24,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.hashing import block_hashes, pack_hashes
+from megatron.core.inference.coordinator.runtime import process as coordinator_process
 from megatron.core.inference.coordinator.runtime import sockets, wire
 from megatron.core.inference.coordinator.runtime.client import InferenceClient, RequestFailed
 from megatron.core.inference.coordinator.runtime.fork_server import warm_up
@@ -356,6 +357,15 @@ def test_it_leaves_its_decisions_in_files(orphan_to_be, tmp_path):
         (hashes.hex(), 6, 0),
         (None, 0, 0),
     ]
+
+
+def test_the_log_says_at_the_start_where_the_record_is():
+    start, address = coordinator_process._start, "tcp://127.0.0.1:5"
+    said = start(ProcessSettings(), address, 1024)
+    assert said["address"] == address
+    assert "record" not in said
+    recorded = start(ProcessSettings(record_path="a.jsonl"), address, 1024)
+    assert recorded == said | {"record": "a.jsonl"}
 
 
 def test_a_record_that_cannot_be_written_is_an_error_at_the_start(tmp_path):

@@ -16,7 +16,7 @@ from replay.decision_log import read_decisions
 from replay.figures import bound
 from replay.generator import Shape, rollouts
 from replay.jsonl import read_sessions, write_sessions
-from replay.options import SHARED
+from replay.options import SHARED, parser, setting_of
 from replay.workload import ChainBuilder, InputError, block_names, request_of
 
 HEADER = {"format": "replay-sessions", "version": 1, "name": "mine", "block_size": 4}
@@ -115,7 +115,6 @@ def test_requests_that_go_on_from_each_other_become_a_session(tmp_path):
         OPEN,
         ended(100.0, 1.0, names[:2]),
         ended(100.5, 1.0, names[4:6]),
-        OPEN,  # the coordinator was started again
         ended(103.0, 1.0, names[:4], tokens=18, output_tokens=7, outcome="replica_lost"),
         ended(105.0, 1.0, [], hashes=None, tokens=9, output_tokens=-1),
     )
@@ -129,6 +128,35 @@ def test_requests_that_go_on_from_each_other_become_a_session(tmp_path):
     assert (len(second.turns), second.turns[0].at) == (1, 0.5)
     assert (third.turns[0].prompt_tokens, len(third.chains[0])) == (9, 16)
     assert read.timed
+
+
+def test_while_there_was_no_coordinator_no_session_paused(tmp_path):
+    names = blocks(block_names(np.arange(6), 1))
+    path = written(
+        tmp_path / "log.jsonl",
+        OPEN,
+        ended(100.0, 1.0, names[:2]),
+        OPEN,
+        ended(9000.0, 1.0, names[:4]),
+        ended(9003.0, 1.0, names),
+    )
+    (session,) = read_decisions(path).sessions
+    assert [turn.gap for turn in session.turns] == [None, None, 2.0]
+
+
+def test_it_is_replayed_on_as_many_replicas_as_it_was_recorded_on(tmp_path):
+    names = blocks(block_names(np.arange(2), 1))
+
+    def replicas(*lines, flags=()):
+        path = written(tmp_path / "log.jsonl", *lines)
+        words = ["--workload", "decisions", "--path", str(path), *flags]
+        return setting_of(parser(None).parse_args(words)).fleet.replicas
+
+    request = ended(1.0, 1.0, names)
+    assert replicas(OPEN, request) == 16  # nothing is known
+    assert replicas(OPEN | {"ranks": 4}, request | {"rank": 2}) == 4
+    assert replicas(OPEN | {"ranks": 0}, request | {"rank": 6}, request | {"rank": None}) == 7
+    assert replicas(OPEN | {"ranks": 4}, request, flags=["--replicas", "3"]) == 3
 
 
 def test_what_the_engine_could_not_take_and_a_line_that_was_cut_are_left_out(tmp_path):

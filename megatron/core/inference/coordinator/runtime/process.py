@@ -141,8 +141,7 @@ def serve(
         loop = _make_loop(settings, router, tokenizer, guard, books)
         for number in signals:
             loop.stop_at(number)
-        fields = {"address": address} | _policy(settings) | {"descriptors": connections}
-        logger.info("%s", render("listening", fields))
+        logger.info("%s", render("listening", _start(settings, address, connections)))
         listening(address)
         garbage.spare_the_old()
         loop.run()
@@ -186,6 +185,12 @@ def _report(loop: CoordinatorLoop) -> None:
         fields = {"rank": number, **accuracy.fields()}
         logger.info("%s", render("prediction_accuracy", fields))
     logger.info("%s", render("stopped", loop.events.summary()))
+
+
+def _start(settings: ProcessSettings, address: str, connections: int) -> dict[str, Any]:
+    """What the log says of the start."""
+    said = {"address": address} | _policy(settings) | {"descriptors": connections}
+    return said | {"record": settings.record_path} if settings.record_path else said
 
 
 def _policy(settings: ProcessSettings) -> dict[str, Any]:
