@@ -11,6 +11,7 @@ from megatron.core.inference.coordinator.delays import (
     HELD_UP,
     RECOMPUTED,
     REQUEST_TOKENS,
+    STANDSTILL,
     Delays,
     added_delay,
     number_of,
@@ -26,15 +27,15 @@ from megatron.core.inference.coordinator.kv_events import CLEARED, pack_events
     [
         (0, 0, 0, 0, 0, 0),
         (300, 0, 0, 0, 0, 300),  # its own prefill
-        (300, 500, 1, 0, 0, 1500),  # and what is before it; one other shares its steps
-        (300, 500, 1, 2, 0, 1650),  # two others stand still, which counts half as much
-        (300, 500, 1, 32, 0, 3900),
-        (300, 500, 1, 99, 0, 3900),  # more than 32 do not stand still the longer
-        (300, 500, 1, 0, 100, 2000),  # somebody computes 100 tokens again
+        (320, 500, 1, 0, 0, 1620),  # and what is before it; one other shares its steps
+        (320, 500, 1, 2, 0, 1740),  # two others stand still, which counts three eighths as much
+        (320, 500, 1, 32, 0, 3540),
+        (320, 500, 1, 99, 0, 3540),  # more than 32 do not stand still the longer
+        (320, 500, 1, 0, 100, 2120),  # somebody computes 100 tokens again
     ],
 )
 def test_the_formula(new, queued, load, mean_load, evicted, delay):
-    assert (HELD_UP, REQUEST_TOKENS, RECOMPUTED) == (32, 700, 5)
+    assert (HELD_UP, STANDSTILL, REQUEST_TOKENS, RECOMPUTED) == (32, 3 / 16, 800, 5)
     assert added_delay(new, queued, load, mean_load, evicted) == delay
 
 
@@ -50,7 +51,7 @@ def delays_of(*ranks, deterministic=False):
 
 def test_an_empty_queue_is_worth_more_requests():
     delays = delays_of((1, 900, -1), (2, 0, -1))
-    assert number_of(delays.best(500)) == 1  # 1400 before it against 1600
+    assert number_of(delays.best(500)) == 1  # 1700 before it against 1600
     assert number_of(delays_of((1, 600, -1), (2, 0, -1)).best(500)) == 0
 
 
@@ -62,13 +63,13 @@ def test_a_long_prompt_does_not_wait_where_few_are_held_up():
 
 def test_where_queues_are_long_their_work_counts_and_not_how_many_wait():
     """Else short prompts gather on some ranks, and long ones queue ever longer on others."""
-    delays = delays_of((60, 740_000, -1), (250, 600_000, -1))
+    delays = delays_of((60, 760_000, -1), (250, 600_000, -1))
     assert number_of(delays.best(77_000)) == 1
 
 
 def test_a_prompt_goes_where_it_throws_nobody_out():
     fuller, emptier = (0, 0, -1, FULL // 2), (1, 0, -1, 0)
-    assert number_of(delays_of(fuller, emptier).best(600)) == 1  # 5 * 225 against 700
+    assert number_of(delays_of(fuller, emptier).best(600)) == 1  # 5 * 225 against 800
     assert number_of(delays_of(fuller, emptier).best(300)) == 0  # one request is dearer
     assert number_of(delays_of(fuller, emptier).best_of([0, 1], 600)) == 1
 
@@ -138,14 +139,31 @@ def test_what_is_routed_before_is_prefilled_before_and_freed_once():
     for request, chain in ((1, a[-8:]), (2, None), (3, b[-8:])):
         delays.begin(0, request, 100, chain)
     assert delays.queued(0) == 300
-    assert not delays.stored(0, [a[:8]])  # its first block: chunks come one by one
-    assert delays.stored(0, [b[:8], a])
+    assert delays.stored(0, [a], 16)
     assert delays.queued(0) == 200
     delays.finish(0, 1)
     assert delays.queued(0) == 200
-    assert delays.stored(0, [b])
+    assert delays.stored(0, [b], 16)
     assert delays.queued(0) == 0
     delays.finish(0, 3)
+    delays.check_integrity({}, {})
+
+
+def test_a_long_prompt_waits_less_with_every_chunk():
+    delays = Delays()
+    chain = pack_hashes(hashes(tokens(6, name=1)))
+    delays.begin(0, 1, 96, chain[-8:])
+    delays.begin(0, 2, 50, None)
+    assert delays.stored(0, [chain[:16]], 16)
+    assert delays.queued(0) == 64 + 50
+    # Two blocks more than were left of it: those are of the next one.
+    assert delays.stored(0, [chain[16:], pack_hashes([7, 8])], 16)
+    assert delays.queued(0) == 50 - 32
+    assert delays.stored(0, [pack_hashes([9, 10, 11])], 16)  # e.g. of answers: none is owed
+    assert delays.queued(0) == 0
+    assert not delays.stored(0, [pack_hashes([12])], 16)
+    delays.check_integrity({1: 0, 2: 0}, {})
+    delays.finish(0, 2)
     delays.check_integrity({}, {})
 
 
@@ -177,7 +195,7 @@ def test_a_prompt_waits_until_its_last_block_is_stored_or_it_is_answered():
     assert rank == 1
     assert queued(fleet) == [4 * BLOCK, 3 * BLOCK]
     fleet.tell(b"0", events(1, hashes(first)[:3]))
-    assert queued(fleet) == [4 * BLOCK, 3 * BLOCK]
+    assert queued(fleet) == [BLOCK, 3 * BLOCK]
     fleet.tell(b"0", events(4, hashes(first)[3:]))
     assert queued(fleet) == [0, 3 * BLOCK]
     fleet.answer(request_id)
@@ -214,5 +232,6 @@ def test_packed_chains_of_other_requests_do_not_end_a_prefill():
     chain = pack_hashes(hashes(tokens(3)))
     delays.begin(0, 1, 100, chain[-8:])
     shifted = b"\1" + chain + b"\1" * 7
-    assert not delays.stored(0, [shifted, pack_events([5])])
-    assert not delays.stored(1, [chain])
+    assert delays.stored(0, [shifted, pack_events([5])], 16)
+    assert delays.queued(0) == 100 - 5 * 16
+    assert not delays.stored(1, [chain], 16)

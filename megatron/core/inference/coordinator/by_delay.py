@@ -114,7 +114,7 @@ class ByDelay:
 
     def stored(self, rank: Rank, chains: Sequence[bytes]) -> bool:
         """A rank has stored these packed chains; whether `update` has to follow."""
-        return self._delays.stored(rank.number, chains)
+        return self._delays.stored(rank.number, chains, self._block_size)
 
     def check_integrity(self, ledger: Ledger) -> None:
         """Compare what is counted with the requests.

@@ -1,7 +1,7 @@
 """The cost policy `added_delay`: the rank where a request delays everybody least, itself included.
 
-    added delay = queued + new + new * min(mean load, HELD_UP) / 4 + REQUEST_TOKENS * load
-                  + RECOMPUTED * evicted
+    added delay = queued + new + new * min(mean load, HELD_UP) * STANDSTILL
+                  + REQUEST_TOKENS * load + RECOMPUTED * evicted
 
 in tokens of prefill, which stand for the time that they take: only ratios matter, so that no
 profile is needed. `new` is what of the prompt the rank would have to compute, `queued` the prefill
@@ -11,9 +11,10 @@ there makes the steps of this one longer, now or when it runs, and this one thei
 
 While a prompt is computed, others stand still for `new`. They are counted as many as ranks have on
 average, not as this one has: what is computed twice is lost to the whole fleet, and by its own load
-a rank with few requests would get the long prompts, however long they wait there already. A quarter
-of them counts, since an answer that ends later is no first token that comes later; and no more than
-`HELD_UP`, or under long queues one would wait for minutes rather than compute anything twice.
+a rank with few requests would get the long prompts, however long they wait there already. Each
+counts only `STANDSTILL`, since an answer that ends later is no first token that comes later; and no
+more than `HELD_UP` count, or under long queues one would wait for minutes rather than compute
+anything twice.
 
 `evicted` is what the prompt throws out of the rank's cache although somebody will come back for it,
 where another rank would have room for it:
@@ -32,13 +33,19 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from megatron.core.inference.coordinator.conversations import FULL
+from megatron.core.inference.coordinator.hashing import HASH_BYTES
 
 HELD_UP = 32
 """Requests that count as held up by a prefill, at most."""
 
-REQUEST_TOKENS = 700
+STANDSTILL = 3 / 16
+"""What a request that stands still counts, against one that waits for its first token. In replay
+more skips more where caches are far too small, less has earlier first tokens; 1/8 to 1/4 do."""
+
+REQUEST_TOKENS = 800
 """What one more request costs the others and itself, in tokens of prefill. In replay less leaves
-ranks idle when few sessions are left, more drives sessions away from what is cached for them."""
+ranks idle when few sessions are left, more drives sessions away from what is cached for them; 700
+to 1,400 do."""
 
 RECOMPUTED = 5
 """What a token costs that has to be computed again: of the order of a new one on a busy fleet."""
@@ -54,7 +61,7 @@ Found = tuple[int, int]
 
 def added_delay(new: int, queued: int, load: int, mean_load: float, evicted: int = 0) -> int:
     """Tokens of prefill, by the formula above."""
-    held_up = new * min(mean_load, HELD_UP) / 4
+    held_up = new * min(mean_load, HELD_UP) * STANDSTILL
     return int(queued + new + held_up + REQUEST_TOKENS * load + RECOMPUTED * evicted)
 
 
@@ -144,16 +151,27 @@ class Delays:
         if not queue:
             del self._queues[rank], self._tokens[rank]
 
-    def stored(self, rank: int, chains: Sequence[bytes]) -> bool:
-        """A rank has stored these packed chains; returns whether its queue is shorter now."""
+    def stored(self, rank: int, chains: Sequence[bytes], block_size: int) -> bool:
+        """A rank has stored these packed chains; returns whether its queue is shorter now.
+
+        What is left of them when the prompts that are done are taken off is of the next one: long
+        prompts are computed in chunks.
+        """
         queue = self._queues.get(rank)
         if not queue:
             return False
+        before = self._tokens[rank]
         for request, (_, chain) in reversed(queue.items()):
-            if chain is not None and any(hashes.find(chain) % 8 == 0 for hashes in chains):
+            if chain is not None and any(hashes.find(chain) % HASH_BYTES == 0 for hashes in chains):
                 self.finish(rank, request)
-                return True
-        return False
+                break
+        done = sum(map(len, chains)) // HASH_BYTES * block_size
+        done -= before - self._tokens.get(rank, 0)
+        if queue and done > 0:
+            request, (new, chain) = next(iter(queue.items()))
+            queue[request] = max(0, new - done), chain
+            self._tokens[rank] -= min(new, done)
+        return self._tokens.get(rank, 0) < before
 
     # --- the choice --------------------------------------------------------------------------
 
