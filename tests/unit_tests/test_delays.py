@@ -30,12 +30,13 @@ from megatron.core.inference.coordinator.kv_events import CLEARED, pack_events
         (320, 500, 1, 0, 0, 1620),  # and what is before it; one other shares its steps
         (320, 500, 1, 2, 0, 1740),  # two others stand still, which counts three eighths as much
         (320, 500, 1, 32, 0, 3540),
-        (320, 500, 1, 99, 0, 3540),  # more than 32 do not stand still the longer
+        (320, 500, 1, 64, 0, 5460),
+        (320, 500, 1, 99, 0, 5460),  # more than 64 do not stand still the longer
         (320, 500, 1, 0, 100, 2120),  # somebody computes 100 tokens again
     ],
 )
 def test_the_formula(new, queued, load, mean_load, evicted, delay):
-    assert (HELD_UP, STANDSTILL, REQUEST_TOKENS, RECOMPUTED) == (32, 3 / 16, 800, 5)
+    assert (HELD_UP, STANDSTILL, REQUEST_TOKENS, RECOMPUTED) == (64, 3 / 16, 800, 5)
     assert added_delay(new, queued, load, mean_load, evicted) == delay
 
 

@@ -35,8 +35,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from megatron.core.inference.coordinator.conversations import FULL
 from megatron.core.inference.coordinator.hashing import HASH_BYTES
 
-HELD_UP = 32
-"""Requests that count as held up by a prefill, at most."""
+HELD_UP = 64
+"""Requests that count as held up by a prefill, at most. In replay 48 to 96 do alike."""
 
 STANDSTILL = 3 / 16
 """What a request that stands still counts, against one that waits for its first token. In replay
