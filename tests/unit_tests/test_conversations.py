@@ -4,10 +4,11 @@ import random
 from collections import Counter
 
 import pytest
-from builders import BLOCK, Fleet, tokens
+from builders import BLOCK, CLIENT, Fleet, tokens
 
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.conversations import FULL, Conversations
+from megatron.core.inference.coordinator.lifecycle import Signal
 
 CAPACITY = 1000
 
@@ -187,6 +188,20 @@ def test_a_conversation_that_is_over_makes_room_after_a_while():
     fleet.now += 130.0  # four times the half minute that is taken for granted at first
     assert fleet.route(tokens(60, name=3)) == 0
     assert level(fleet, 0) == 0
+
+
+def test_new_weights_end_what_conversations_take():
+    fleet = by_delay(1, total_blocks=100)
+    _, request = fleet.ask(tokens(45, name=1))
+    fleet.answer(request)
+    _, request = fleet.ask(tokens(50, name=2))  # still being answered
+    assert level(fleet, 0) == 6
+    fleet.tell(CLIENT, m.Control(Signal.SET_GENERATION_EPOCH, (1,)))
+    assert level(fleet, 0) == 0
+    fleet.answer(request)
+    assert level(fleet, 0) == 0
+    fleet.ask(tokens(90, name=1))
+    assert level(fleet, 0) == 6
 
 
 def test_a_rank_that_keeps_nothing_is_never_full():

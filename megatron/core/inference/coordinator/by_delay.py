@@ -54,6 +54,12 @@ class ByDelay:
         level = self._conversations.level(rank.number)
         self._delays.update(rank.number, load, rank.last_assigned, level)
 
+    def clear(self, ledger: Ledger) -> None:
+        """What is cached is of no use to anybody any more."""
+        self._conversations.clear()
+        for rank in self._ranks:
+            self.update(rank, ledger.load(rank.number))
+
     # --- requests ----------------------------------------------------------------------------
 
     def choose(

@@ -123,6 +123,15 @@ class Conversations:
         if not conversation.running:
             self._pausing[rank, chain] = conversation
 
+    def clear(self) -> None:
+        """What is cached is of no use to anybody any more."""
+        for conversation in list(self._pausing.values()):
+            self._forget(conversation)
+        for rank, known in self._known.items():
+            self._tokens[rank] = 0
+            for conversation in known.values():
+                conversation.tokens = 0
+
     def expire(self, now: float) -> set[int]:
         """Give up who has paused for too long; returns the ranks that had such."""
         since = now - min(_PATIENCE * self._pause, _LONGEST_WAIT)

@@ -111,7 +111,7 @@ class Fleet:
         """The weights are others now: KV computed so far must not be reused."""
         self.dispatcher.weight_epoch += 1
         self.index.clear()
-        self.router.forget_bursts()
+        self.router.begin_epoch()
 
     # --- requests ----------------------------------------------------------------------------
 

@@ -168,9 +168,11 @@ class Router:
                 if hashes.find(chain) % HASH_BYTES == 0:
                     self._bursts.pop(chain, None)
 
-    def forget_bursts(self) -> None:
-        """What is being computed now will be of no use to requests that come later."""
+    def begin_epoch(self) -> None:
+        """What was computed, or is being computed now, is of no use to requests that come later."""
         self._bursts.clear()
+        if self._by_delay is not None:
+            self._by_delay.clear(self._ledger)
 
     def check_integrity(self) -> None:
         """Compare the bursts with the requests that lead them.
