@@ -164,6 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.check:
         agrees = "agrees" if written["agrees"] else "does NOT agree"
         print(f"\nThe model {agrees} with the engine (times within {options.within:.0%}).")
+        if not written["agrees"]:
+            print("Other work on the machine spoils it: run it alone, or give it --attempts.")
     return 0 if written["agrees"] else 1
 
 

@@ -17,9 +17,10 @@ _DECIDING = ("makespan", "ttft_p99")
 def recommended(comparison: Comparison, names: Sequence[str]) -> str:
     """Of the policies with about the shortest makespan, the one with the lowest TTFT p99.
 
-    Among equals the one named first: there is nothing else to tell them apart by.
+    Among equals the default, which costs no change, or else the one named first.
     """
-    return chosen({name: _means(comparison.runs[name]) for name in names})
+    ordered = sorted(names, key=lambda name: name != DEFAULT)
+    return chosen({name: _means(comparison.runs[name]) for name in ordered})
 
 
 def chosen(figures: Mapping[str, Measured]) -> str:
@@ -49,6 +50,9 @@ def advice(comparison: Comparison) -> list[str]:
     if best is None:
         return ["None of the policies compared is one of the coordinator's."]
     paragraphs = [_what(comparison, best)]
+    equals = _equals(comparison, best)
+    if equals:
+        paragraphs.append(f"By this rule it is equal to {', '.join(equals)}.")
     paragraphs += [
         f"Against {other}: " + _differences(comparison, other, best)
         for other in (LEAST_LOADED, DEFAULT)
@@ -61,6 +65,13 @@ def advice(comparison: Comparison) -> list[str]:
             f"Against {best}: " + _differences(comparison, best, overall)
         )
     return [*paragraphs, _how_sure(comparison, best)]
+
+
+def _equals(comparison: Comparison, best: str) -> list[str]:
+    """Policies of the coordinator's that the rule cannot tell from the best."""
+    means = _means(comparison.runs[best])
+    others = (name for name in _own(comparison) if name != best)
+    return [name for name in others if ahead(means, _means(comparison.runs[name])) is None]
 
 
 def _own(comparison: Comparison) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
 from replay import claims, looks, plots
-from replay.advice import advice, recommended
+from replay.advice import DEFAULT, advice, recommended
 from replay.command import main
 from replay.experiment import Comparison, Run
 from replay.figures import BY_KEY, FIGURES, bound, markdown_definitions, measure
@@ -130,6 +130,13 @@ def test_a_tie_is_no_win():
     assert "is ahead of it in 1 of 3 (equal in 2);" in advice(runs)[-1]
     even = comparison(pinned=[{}], relative__events=[{}], prefill_work__events=[{}])
     assert not any("did better" in text for text in advice(even))
+
+
+def test_of_equal_policies_the_default_is_recommended_and_the_others_are_named():
+    runs = comparison(prefill_work__events=[{}], added_delay__events=[{"makespan": 2.0}])
+    runs.runs[DEFAULT] = runs.runs["prefill_work@events"]
+    assert recommended(runs, list(runs.runs)) == DEFAULT
+    assert "By this rule it is equal to prefill_work@events." in advice(runs)
 
 
 def test_differences_say_which_way_is_better():
