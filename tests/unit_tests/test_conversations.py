@@ -103,6 +103,14 @@ def test_who_pauses_for_four_times_as_long_as_others_is_given_up():
     assert told.taken(0) == 11_990
 
 
+def test_requests_that_are_tried_again_teach_no_pause_below_zero():
+    told = Told()
+    for _ in range(1000):  # each came before what it goes on from had ended
+        told.begin(b"a", 10, held=10, new=1, now=0.0)
+        told.end(b"a", 10, now=1000.0)
+    assert told.conversations.expire(1000.0) == set()
+
+
 def test_nobody_is_waited_for_longer_than_five_minutes():
     told = Told()
     now = 0.0

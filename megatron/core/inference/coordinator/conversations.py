@@ -100,7 +100,8 @@ class Conversations:
         known = self._known[rank]
         earlier = known.get(before)
         if earlier is not None and not earlier.running:
-            self._pause += _LEARNING * (now - earlier.ended - self._pause)
+            # A request that is tried again came before others ended: that was no pause.
+            self._pause += _LEARNING * (max(0.0, now - earlier.ended) - self._pause)
             new += earlier.tokens
             self._forget(earlier)
         conversation = known.get(chain)
