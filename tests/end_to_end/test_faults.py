@@ -1,5 +1,6 @@
 """What a user sees when something is wrong: in a request, at start, or in the middle."""
 
+import re
 import signal
 import socket
 
@@ -74,8 +75,9 @@ def test_sampling_that_ends_a_released_engine_is_answered(client):
 def test_a_coordinator_that_dies_ends_the_job_with_its_last_error(served, client):
     """The last test of this file: the server is gone after it."""
     assert client.completions.create(model="tiny", prompt="Hi", max_tokens=1)
-    (coordinator,) = [p for p in served.processes() if _listens_for_engines(p)]
+    (port,) = re.findall(r"listening address='tcp://127\.0\.0\.1:(\d+)'", served.log)
     everybody = served.processes()
+    (coordinator,) = [process for process in everybody if _listens(process, int(port))]
     coordinator.send_signal(signal.SIGKILL)
     assert served.process.wait(timeout=60) != 0
     _, alive = psutil.wait_procs(everybody, timeout=5)
@@ -84,15 +86,12 @@ def test_a_coordinator_that_dies_ends_the_job_with_its_last_error(served, client
     assert "died: killed by SIGKILL" in served.log
 
 
-def _listens_for_engines(process: psutil.Process) -> bool:
-    """Whether it is the one process with a listening socket that no URL names and engines use."""
+def _listens(process: psutil.Process, port: int) -> bool:
     try:
         connections = process.net_connections(kind="tcp")
     except psutil.Error:
         return False
-    listening = {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
-    accepted = [c for c in connections if c.status == psutil.CONN_ESTABLISHED]
-    return any(sum(c.laddr.port == port for c in accepted) >= 6 for port in listening)
+    return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections)
 
 
 def test_a_port_in_use_is_one_sentence(tmp_path):
