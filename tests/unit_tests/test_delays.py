@@ -1,4 +1,4 @@
-"""The cost policy added_delay: its formula, queues of prefill, the search beside a plain one."""
+"""The cost policy added_delay: its formula, the search beside a plain one, whole requests."""
 
 import random
 
@@ -14,10 +14,10 @@ from megatron.core.inference.coordinator.delays import (
     STANDSTILL,
     Delays,
     added_delay,
-    number_of,
 )
-from megatron.core.inference.coordinator.hashing import pack_hashes
 from megatron.core.inference.coordinator.kv_events import CLEARED, pack_events
+from megatron.core.inference.coordinator.rank_order import number_of
+from megatron.core.inference.coordinator.standing import Standing
 
 # --- the formula ---------------------------------------------------------------------------------
 
@@ -42,61 +42,73 @@ def test_the_formula(new, queued, load, mean_load, evicted, delay):
 
 def delays_of(*ranks, deterministic=False):
     """From (load, queued tokens, last assigned, level) of each rank."""
-    delays = Delays(deterministic)
+    standing = Standing(deterministic)
+    delays = Delays(standing, deterministic)
     for number, (load, queued, last, *level) in enumerate(ranks):
-        if queued:
-            delays.begin(number, 100 + number, queued, None)
-        delays.update(number, load, last, *level)
+        standing.update(number, load, last)
+        delays.update(number, queued, last, *level)
+    delays.check_integrity({number: queued for number, (_, queued, *_) in enumerate(ranks)})
     return delays
+
+
+def best(delays, new, **options):
+    """The number of the best rank."""
+    _, key = delays.best(new, **options)
+    return number_of(key)
+
+
+def best_of(delays, ranks, new):
+    _, key = delays.best_of(ranks, new)
+    return number_of(key)
 
 
 def test_an_empty_queue_is_worth_more_requests():
     delays = delays_of((1, 900, -1), (2, 0, -1))
-    assert number_of(delays.best(500)) == 1  # 1700 before it against 1600
-    assert number_of(delays_of((1, 600, -1), (2, 0, -1)).best(500)) == 0
+    assert best(delays, 500) == 1  # 1700 before it against 1600
+    assert best(delays_of((1, 600, -1), (2, 0, -1)), 500) == 0
 
 
 def test_a_long_prompt_does_not_wait_where_few_are_held_up():
     """By its own load the first would be best, with 16 held up by 8000 tokens instead of 24."""
     delays = delays_of((16, 8000, -1), (24, 0, -1))
-    assert number_of(delays.best(8000)) == 1
+    assert best(delays, 8000) == 1
 
 
 def test_where_queues_are_long_their_work_counts_and_not_how_many_wait():
     """Else short prompts gather on some ranks, and long ones queue ever longer on others."""
     delays = delays_of((60, 760_000, -1), (250, 600_000, -1))
-    assert number_of(delays.best(77_000)) == 1
+    assert best(delays, 77_000) == 1
 
 
 def test_a_prompt_goes_where_it_throws_nobody_out():
     fuller, emptier = (0, 0, -1, FULL // 2), (1, 0, -1, 0)
-    assert number_of(delays_of(fuller, emptier).best(600)) == 1  # 5 * 225 against 800
-    assert number_of(delays_of(fuller, emptier).best(300)) == 0  # one request is dearer
-    assert number_of(delays_of(fuller, emptier).best_of([0, 1], 600)) == 1
+    assert best(delays_of(fuller, emptier), 600) == 1  # 5 * 225 against 800
+    assert best(delays_of(fuller, emptier), 300) == 0  # one request is dearer
+    assert best_of(delays_of(fuller, emptier), [0, 1], 600) == 1
 
 
 def test_where_all_are_full_nothing_is_charged():
     """Somebody is thrown out wherever it goes."""
     delays = delays_of((0, 0, -1, FULL), (1, 0, -1, FULL))
-    assert number_of(delays.best(10_000)) == 0
+    assert best(delays, 10_000) == 0
     assert delays.best(10_000)[0] == added_delay(10_000, 0, 0, 0.5)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "best"),
+    ("ranks", "winner"),
     [
         ([(0, 0, 5, 2), (0, 0, 6, 1)], 1),  # the same with nothing new: the lower level
         ([(0, 0, 5), (0, 0, 4)], 1),  # the one assigned longest ago
         ([(0, 0, -1), (0, 0, -1)], 0),  # the lower number
     ],
 )
-def test_ties(ranks, best):
-    assert number_of(delays_of(*ranks).best(0)) == best
-    assert number_of(delays_of(*ranks).best_of([1, 0], 0)) == best
+def test_ties(ranks, winner):
+    assert best(delays_of(*ranks), 0) == winner
+    assert best_of(delays_of(*ranks), [1, 0], 0) == winner
 
 
 def test_deterministic_ties_know_no_recency():
-    assert number_of(delays_of((0, 0, 5), (0, 0, 4), deterministic=True).best(0)) == 0
+    assert best(delays_of((0, 0, 5), (0, 0, 4), deterministic=True), 0) == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -105,7 +117,7 @@ def test_the_search_finds_what_a_plain_one_does(seed):
     for _ in range(400):
         count = rng.randint(1, 12)
         ranks = [
-            (rng.randint(bool(queued), 12), queued, last, rng.choice([0, 0, 1, 5, FULL]))
+            (rng.randint(0, 12), queued, last, rng.choice([0, 0, 1, 5, FULL]))
             for last in rng.sample(range(count), count)
             for queued in [rng.choice([0, 0, 50, 1000, 4000, rng.randrange(9000)])]
         ]
@@ -128,44 +140,10 @@ def test_the_search_finds_what_a_plain_one_does(seed):
                 delays.best(new, limit, among.__contains__),
                 delays.best_of(among, new, limit),
             ):
-                assert (None if found is None else number_of(found)) == expected
+                assert (None if found is None else number_of(found[1])) == expected
 
 
-# --- queues --------------------------------------------------------------------------------------
-
-
-def test_what_is_routed_before_is_prefilled_before_and_freed_once():
-    delays = Delays()
-    a, b = (pack_hashes(hashes(tokens(2, name=name))) for name in (1, 2))
-    for request, chain in ((1, a[-8:]), (2, None), (3, b[-8:])):
-        delays.begin(0, request, 100, chain)
-    assert delays.queued(0) == 300
-    assert delays.stored(0, [a], 16)
-    assert delays.queued(0) == 200
-    delays.finish(0, 1)
-    assert delays.queued(0) == 200
-    assert delays.stored(0, [b], 16)
-    assert delays.queued(0) == 0
-    delays.finish(0, 3)
-    delays.check_integrity({}, {})
-
-
-def test_a_long_prompt_waits_less_with_every_chunk():
-    delays = Delays()
-    chain = pack_hashes(hashes(tokens(6, name=1)))
-    delays.begin(0, 1, 96, chain[-8:])
-    delays.begin(0, 2, 50, None)
-    assert delays.stored(0, [chain[:16]], 16)
-    assert delays.queued(0) == 64 + 50
-    # Two blocks more than were left of it: those are of the next one.
-    assert delays.stored(0, [chain[16:], pack_hashes([7, 8])], 16)
-    assert delays.queued(0) == 50 - 32
-    assert delays.stored(0, [pack_hashes([9, 10, 11])], 16)  # e.g. of answers: none is owed
-    assert delays.queued(0) == 0
-    assert not delays.stored(0, [pack_hashes([12])], 16)
-    delays.check_integrity({1: 0, 2: 0}, {})
-    delays.finish(0, 2)
-    delays.check_integrity({}, {})
+# --- whole requests ------------------------------------------------------------------------------
 
 
 def by_delay(ranks, **values):
@@ -182,7 +160,7 @@ def events(first, numbers):
 def queued(fleet):
     fleet.core.check_integrity()
     return [
-        fleet.core.fleet.router._by_delay._delays.queued(n)
+        fleet.core.fleet.router._by_delay._queues.tokens(n)
         for n in range(len(fleet.core.fleet.ranks))
     ]
 
@@ -214,7 +192,7 @@ def test_a_holder_computes_less_and_a_lost_rank_waits_for_nothing():
     assert queued(fleet)[rank] == 8 * BLOCK
     fleet.tell(b"%d" % rank, m.PeerLost())
     fleet.core.check_integrity()
-    assert fleet.core.fleet.router._by_delay._delays.queued(rank) == 0
+    assert fleet.core.fleet.router._by_delay._queues.tokens(rank) == 0
 
 
 def test_without_hashes_or_lengths_it_goes_by_queue_and_load():
@@ -226,13 +204,3 @@ def test_with_load_balanced_signal_nothing_is_queued():
     fleet = by_delay(2, coordinator_policy="load_balanced")
     assert fleet.core.fleet.router._by_delay is None
     assert [fleet.route(tokens(4)) for _ in range(3)] == [0, 1, 0]
-
-
-def test_packed_chains_of_other_requests_do_not_end_a_prefill():
-    delays = Delays()
-    chain = pack_hashes(hashes(tokens(3)))
-    delays.begin(0, 1, 100, chain[-8:])
-    shifted = b"\1" + chain + b"\1" * 7
-    assert delays.stored(0, [shifted, pack_events([5])], 16)
-    assert delays.queued(0) == 100 - 5 * 16
-    assert not delays.stored(1, [chain], 16)

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
 
 from megatron.core.inference.coordinator.conversations import Conversations
-from megatron.core.inference.coordinator.delays import Delays, number_of
+from megatron.core.inference.coordinator.delays import Delays
 from megatron.core.inference.coordinator.hashing import HASH_BYTES, expected_skip
 from megatron.core.inference.coordinator.index import PrefixIndex
 from megatron.core.inference.coordinator.ledger import Ledger, RequestRecord
+from megatron.core.inference.coordinator.queues import PrefillQueues
+from megatron.core.inference.coordinator.rank_order import number_of
 from megatron.core.inference.coordinator.ranks import Rank, Ranks
 from megatron.core.inference.coordinator.settings import CoordinatorSettings
+from megatron.core.inference.coordinator.standing import Standing
 
 FEW_HOLDERS = 32
 """Holders up to which each is looked at; of more, the first is soon met in the order of all."""
@@ -23,10 +26,17 @@ class ByDelay:
     Args:
         settings: The policies, the size of a block, the limit of a rank.
         ranks: The live ranks.
+        standing: The same by load; a change there has to be followed by `update`.
         index: What the ranks hold.
     """
 
-    def __init__(self, settings: CoordinatorSettings, ranks: Ranks, index: PrefixIndex):
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        ranks: Ranks,
+        standing: Standing,
+        index: PrefixIndex,
+    ):
         self._ranks = ranks
         self._index = index
         self._limit = settings.fleet.max_rank_requests
@@ -34,7 +44,8 @@ class ByDelay:
         self._first_block_only = (
             settings.signal is PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
         )
-        self._delays = Delays(settings.deterministic)
+        self._delays = Delays(standing, settings.deterministic)
+        self._queues = PrefillQueues()
         self._conversations = Conversations()
 
     # --- ranks -------------------------------------------------------------------------------
@@ -49,34 +60,32 @@ class ByDelay:
         self._delays.remove(rank.number)
         self._conversations.drop_rank(rank.number)
 
-    def update(self, rank: Rank, load: int) -> None:
+    def update(self, rank: Rank) -> None:
         """A live rank's load has changed, or what it has to compute."""
-        level = self._conversations.level(rank.number)
-        self._delays.update(rank.number, load, rank.last_assigned, level)
+        number = rank.number
+        level = self._conversations.level(number)
+        self._delays.update(number, self._queues.tokens(number), rank.last_assigned, level)
 
-    def clear(self, ledger: Ledger) -> None:
+    def clear(self) -> None:
         """What is cached is of no use to anybody any more."""
         self._conversations.clear()
         for rank in self._ranks:
-            self.update(rank, ledger.load(rank.number))
+            self.update(rank)
 
     # --- requests ----------------------------------------------------------------------------
 
-    def choose(
-        self, record: RequestRecord, groups: Sequence[tuple[int, int]], ledger: Ledger
-    ) -> tuple[int, int]:
+    def choose(self, record: RequestRecord, groups: Sequence[tuple[int, int]]) -> tuple[int, int]:
         """The best of each group of equal holders, and of all ranks as if they held nothing.
 
         Args:
             record: The request.
             groups: Slots that hold equally much of its prompt, and how many blocks.
-            ledger: Knows the ranks' loads.
 
         Returns:
             The rank's number, and how many blocks it holds.
         """
         for number in self._conversations.expire(record.came):
-            self.update(self._ranks.get(number), ledger.load(number))  # type: ignore[arg-type]
+            self.update(self._ranks.get(number))  # type: ignore[arg-type]
         delays, index, limit = self._delays, self._index, self._limit
         best, deepest = delays.best(self._missing(record, 0), limit), 0
         for slots, depth in groups:
@@ -88,7 +97,7 @@ class ByDelay:
             if found is not None and (best is None or found <= best):
                 best, deepest = found, depth
         assert best is not None
-        return number_of(best), deepest
+        return number_of(best[1]), deepest
 
     def begin(self, record: RequestRecord, rank: Rank, held: bytes) -> None:
         """A request is given to a rank; `update` has to follow.
@@ -102,7 +111,7 @@ class ByDelay:
         """
         new = self._missing(record, len(held) // HASH_BYTES)
         if new > self._block_size:
-            self._delays.begin(rank.number, record.request_id, new, record.chain)
+            self._queues.begin(rank.number, record.request_id, new, record.chain)
         if record.chain is not None:
             tokens = max(record.prompt_tokens, record.blocks * self._block_size)
             before = held[-HASH_BYTES:]
@@ -114,13 +123,13 @@ class ByDelay:
         """A request is answered, or taken from its rank; `update` has to follow."""
         if record.rank is None:
             return
-        self._delays.finish(record.rank, record.request_id)
+        self._queues.finish(record.rank, record.request_id)
         if record.chain is not None:
             self._conversations.end(record.rank, record.chain, now)
 
     def stored(self, rank: Rank, chains: Sequence[bytes]) -> bool:
         """A rank has stored these packed chains; whether `update` has to follow."""
-        return self._delays.stored(rank.number, chains, self._block_size)
+        return self._queues.stored(rank.number, chains, self._block_size)
 
     def check_integrity(self, ledger: Ledger) -> None:
         """Compare what is counted with the requests.
@@ -128,9 +137,9 @@ class ByDelay:
         Raises:
             AssertionError: They differ.
         """
-        live = {rank.number: ledger.load(rank.number) for rank in self._ranks}
-        ranks = {r.request_id: r.rank for r in ledger if r.rank is not None}
-        self._delays.check_integrity(ranks, live)
+        live = {rank.number: self._queues.tokens(rank.number) for rank in self._ranks}
+        self._delays.check_integrity(live)
+        self._queues.check_integrity({r.request_id: r.rank for r in ledger if r.rank is not None})
         chains = ((r.rank, r.chain) for r in ledger if r.rank in live and r.chain is not None)
         self._conversations.check_integrity(Counter(chains))
 

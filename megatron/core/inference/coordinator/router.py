@@ -52,7 +52,9 @@ class Router:
         self._standing = Standing(settings.deterministic)
         self._hashed = settings.hashed
         by_delay = settings.routing.cost_policy is PrefixCachingCostPolicy.ADDED_DELAY
-        self._by_delay = ByDelay(settings, ranks, index) if by_delay and self._hashed else None
+        self._by_delay: ByDelay | None = None
+        if by_delay and self._hashed:
+            self._by_delay = ByDelay(settings, ranks, self._standing, index)
         self._block_size = settings.block_size_tokens or 1
         self._limit = settings.fleet.max_rank_requests
         self._first_block_only = (
@@ -172,7 +174,7 @@ class Router:
         """What was computed, or is being computed now, is of no use to requests that come later."""
         self._bursts.clear()
         if self._by_delay is not None:
-            self._by_delay.clear(self._ledger)
+            self._by_delay.clear()
 
     def check_integrity(self) -> None:
         """Compare the bursts with the requests that lead them.
@@ -196,7 +198,7 @@ class Router:
         """The best rank, and how many of the prompt's blocks it holds."""
         groups = self._index.holders(match)
         if self._by_delay is not None:
-            number, depth = self._by_delay.choose(record, groups, self._ledger)
+            number, depth = self._by_delay.choose(record, groups)
         elif groups:
             number, depth = self._choose(groups, match.blocks)
         else:
@@ -243,7 +245,7 @@ class Router:
         load = self._ledger.load(rank.number)
         self._standing.update(rank.number, load, rank.last_assigned)
         if self._by_delay is not None:
-            self._by_delay.update(rank, load)
+            self._by_delay.update(rank)
 
     def _predict(self, record: RequestRecord, rank: Rank, depth: int) -> None:
         record.held_blocks = depth

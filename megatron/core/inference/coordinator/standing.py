@@ -1,29 +1,23 @@
 """The order of the ranks: which one to prefer where nothing else tells them apart."""
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 
-_RECENCY_BITS, _NUMBER_BITS = 48, 16
+from megatron.core.inference.coordinator.rank_order import RankOrder, number_of, value_of
 
 
 class Standing:
-    """Live ranks by load, then by recency (assigned longest ago first), then by number.
-
-    The order is kept as a sorted list of ints, each of them load, recency and number side by side,
-    so that a change costs a bisection and the best of all is at hand.
+    """Live ranks by load, then as `RankOrder` does.
 
     Args:
-        deterministic: Leave recency out: it depends on the order in which requests happen to come.
+        deterministic: Leave recency out.
     """
 
     def __init__(self, deterministic: bool = False):
-        self._deterministic = deterministic
-        self._keys: dict[int, int] = {}
-        self._order: list[int] = []
+        self._ranks = RankOrder(deterministic)
         self._total = 0
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._ranks.sorted)
 
     def update(self, rank: int, load: int, last_assigned: int) -> None:
         """A rank is new, or its load has changed.
@@ -33,19 +27,16 @@ class Standing:
             load: Requests that it has and has not answered.
             last_assigned: Sequence number of its latest assignment, -1 for never.
         """
-        self.remove(rank)
-        recency = 0 if self._deterministic else last_assigned + 1
-        key = ((load << _RECENCY_BITS) | recency) << _NUMBER_BITS | rank
-        self._keys[rank] = key
-        self._total += load
-        insort(self._order, key)
+        key = self._ranks.keys.get(rank)
+        self._total += load - (0 if key is None else value_of(key))
+        self._ranks.put(rank, load, last_assigned)
 
     def remove(self, rank: int) -> None:
         """A rank is gone, if it was there."""
-        key = self._keys.pop(rank, None)
+        key = self._ranks.keys.get(rank)
         if key is not None:
-            self._total -= _load(key)
-            del self._order[bisect_left(self._order, key)]
+            self._total -= value_of(key)
+            self._ranks.remove(rank)
 
     def first(self) -> int:
         """The least loaded rank.
@@ -53,29 +44,21 @@ class Standing:
         Raises:
             IndexError: There is none.
         """
-        return _number(self._order[0])
+        return number_of(self._ranks.sorted[0])
 
     def first_of(self, ranks: Iterable[int]) -> int:
         """The least loaded of some ranks, which must be live; takes a step for each of them."""
-        return min(ranks, key=self._keys.__getitem__)
+        return min(ranks, key=self._ranks.keys.__getitem__)
 
     def first_where(self, accept: Callable[[int], object]) -> int:
         """The least loaded rank that is accepted; takes a step for each one before it."""
-        return next(number for key in self._order if accept(number := _number(key)))
+        return next(number for key in self._ranks.sorted if accept(number := number_of(key)))
 
     def load(self, rank: int) -> int:
         """A rank's load."""
-        return _load(self._keys[rank])
+        return value_of(self._ranks.keys[rank])
 
     @property
     def mean_load(self) -> float:
         """The mean over all ranks, of which there must be one."""
-        return self._total / len(self._order)
-
-
-def _number(key: int) -> int:
-    return key & ((1 << _NUMBER_BITS) - 1)
-
-
-def _load(key: int) -> int:
-    return key >> (_RECENCY_BITS + _NUMBER_BITS)
+        return self._total / len(self._ranks.sorted)
