@@ -126,9 +126,9 @@ def lost(rank: int, cause: str, requests: int) -> m.Log:
     return m.Log("rank_lost", {"rank": rank, "cause": cause, "requests": requests}, warning=True)
 
 
-def none_left(waiting: int) -> m.Log:
-    """What is logged when the last live rank is gone."""
-    return m.Log("no_rank_left", {"waiting": waiting}, warning=True)
+def none_left(waiting: int, orderly: bool = False) -> m.Log:
+    """What is logged when the last live rank is gone: no warning if it said so and nobody waits."""
+    return m.Log("no_rank_left", {"waiting": waiting}, warning=not orderly)
 
 
 def sends(effects: list[m.Effect]) -> list[m.Send]:

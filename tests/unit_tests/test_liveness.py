@@ -49,10 +49,24 @@ def test_clients_are_pinged_in_turns_each_once_in_ten_ticks():
     for peer in peers:
         fleet.tell(peer, m.Connect(PROTOCOL_VERSION))
     fleet.tell(peers[0], m.Disconnect())
+    fleet.tell(peers[1], m.Connect(PROTOCOL_VERSION))  # again, and pinged once all the same
     pinged = [[effect.peer for effect in fleet.tick()] for _ in range(20)]
     assert pinged[:10] == pinged[10:]
     assert {len(each) for each in pinged} == {3, 4}
     assert sorted(peer for each in pinged[:10] for peer in each) == sorted({*peers[1:], CLIENT})
+
+
+def test_turns_stay_even_when_those_of_one_turn_leave():
+    fleet = Fleet(0)
+    peers = [b"client-%d" % n for n in range(29)]
+    for peer in peers:
+        fleet.tell(peer, m.Connect(PROTOCOL_VERSION))
+    for send in fleet.tick():
+        fleet.tell(send.peer, m.PeerLost())
+    for peer in peers[:3]:
+        fleet.tell(b"new-" + peer, m.Connect(PROTOCOL_VERSION))
+    assert {len(fleet.tick()) for _ in range(10)} == {3}
+    fleet.core.check_integrity()
 
 
 def test_a_rank_that_says_nothing_for_too_long_is_lost_and_its_requests_go_to_others():
@@ -290,6 +304,15 @@ def test_a_rank_that_drains_answers_what_it_has_gets_no_more_and_leaves():
     ]
 
 
+def test_a_fleet_that_ends_in_order_is_warned_of_only_where_somebody_waits():
+    fleet = Fleet(2)
+    assert fleet.tell(b"0", m.Disconnect()) == [left(0)]
+    assert fleet.tell(b"1", m.Disconnect()) == [left(1), none_left(waiting=0, orderly=True)]
+    fleet = Fleet(1)
+    fleet.submit("a")
+    assert none_left(waiting=1) in fleet.tell(b"0", m.Disconnect())
+
+
 def test_who_asks_twice_is_acknowledged_twice():
     fleet = Fleet(2)
     fleet.tell(b"0", m.Drain())
@@ -411,7 +434,7 @@ def test_where_the_last_live_rank_drains_requests_wait_for_another():
     assert fleet.tell(b"0", m.Drain()) == [
         m.Send(b"0", m.DrainAck()),
         draining(0, 1),
-        none_left(waiting=0),
+        none_left(waiting=0, orderly=True),
     ]
     assert fleet.submit("b") == []
     assert fleet.tell(b"0", replies(0)) == [m.Send(CLIENT, m.Reply("a", BODY))]

@@ -42,7 +42,9 @@ class Restarted:
 
     def forget_clients(self) -> None:
         """As if messages to them could not be sent."""
-        self._live.loop.core._clients.clear()
+        core = self._live.loop.core
+        for peer in list(core._clients):
+            core._forget_client(peer)
 
 
 @contextmanager

@@ -21,8 +21,6 @@ from megatron.core.inference.coordinator.settings import PROTOCOL_VERSION, Coord
 _CLIENT_PING_TICKS = 10
 """Clients are pinged this much more rarely than engines: only to find those that vanished. They
 take turns, since 10,000 pings in one tick would hold up whoever comes next."""
-_NEVER = -1
-"""The turn of clients of the released dialect, which has no pings."""
 
 
 _ANY = m.Right.ALL
@@ -55,8 +53,9 @@ class Coordinator:
     def __init__(self, settings: CoordinatorSettings):
         self.settings = settings
         self.fleet = Fleet(settings)
-        self._clients: dict[bytes, int] = {}  # in which turn each is pinged
-        self._turn = 0
+        self._clients: dict[bytes, dict[bytes, None]] = {}  # and who is pinged with each
+        self._turns: list[dict[bytes, None]] = [{} for _ in range(_CLIENT_PING_TICKS)]
+        self._never_pinged: dict[bytes, None] = {}  # the released dialect has no pings
         self._ticks = 0
         self._handlers: dict[type, Handler] = {
             m.Connect: self._connect,
@@ -104,6 +103,8 @@ class Coordinator:
         """
         self.fleet.check_integrity()
         assert all(r.client is None or r.client in self._clients for r in self.fleet.ledger)
+        together = [peer for turn in (*self._turns, self._never_pinged) for peer in turn]
+        assert sorted(together) == sorted(self._clients), "who is pinged is not who is there"
 
     # --- clients -----------------------------------------------------------------------------
 
@@ -116,8 +117,11 @@ class Coordinator:
                 m.Send(peer, m.RequestError(None, m.ErrorCode.NOT_CONNECTED, text)),
                 m.Log("wrong_protocol", {"version": message.version}, warning=True, peer=peer),
             ]
-        self._clients[peer] = _NEVER if message.version is None else self._turn
-        self._turn = (self._turn + 1) % _CLIENT_PING_TICKS
+        self._forget_client(peer)
+        released = message.version is None
+        together = self._never_pinged if released else min(self._turns, key=len)
+        together[peer] = None
+        self._clients[peer] = together
         acknowledgement = m.ConnectAck(
             PROTOCOL_VERSION,
             self.settings.signal.value,
@@ -196,10 +200,18 @@ class Coordinator:
         rank = self.fleet.ranks.of_peer(peer)
         if rank is not None:
             return self.fleet.lose_ranks([rank], now, cause, undelivered)
-        if self._clients.pop(peer, None) is None:
+        if not self._forget_client(peer):
             return []
         running = self.fleet.ledger.lose_client(peer)
         return [m.Log("client_lost", {"cause": cause, "requests_running": running}, peer=peer)]
+
+    def _forget_client(self, peer: bytes) -> bool:
+        """Returns whether it was one."""
+        together = self._clients.pop(peer, None)
+        if together is None:
+            return False
+        together.pop(peer, None)
+        return True
 
     def _malformed(self, peer: bytes, message: m.Malformed, now: float) -> list[m.Effect]:
         return [m.Log("message_refused", {"reason": message.reason}, warning=True, peer=peer)]
@@ -209,8 +221,8 @@ class Coordinator:
         self._ticks += 1
         self.fleet.index.expire(now)
         effects = self.fleet.tick(self._ticks, now, message.stood_still)
-        ping, now_turn = m.Ping(self._ticks), self._ticks % _CLIENT_PING_TICKS
-        effects += [m.Send(peer, ping) for peer, turn in self._clients.items() if turn == now_turn]
+        ping = m.Ping(self._ticks)
+        effects += [m.Send(client, ping) for client in self._turns[self._ticks % len(self._turns)]]
         return effects
 
     def _sweep(self, peer: bytes, message: m.Sweep, now: float) -> list[m.Effect]:

@@ -110,12 +110,18 @@ class Dispatcher:
             effects += self._route(record, clock)
         return effects
 
-    def none_left(self, clock: float) -> m.Log:
-        """The last live rank is gone: what waits for a place waits for another rank from now on."""
+    def none_left(self, clock: float, *, orderly: bool) -> m.Log:
+        """The last live rank is gone: what waits for a place waits for another rank from now on.
+
+        Args:
+            clock: Seconds, without those in which the fleet was paused.
+            orderly: It said so itself, and had answered what it had: no news while nobody waits.
+        """
         waiting = self._ledger.waiting
         for record in waiting:
             record.deadline = clock + self._limits.replica_wait
-        return m.Log("no_rank_left", {"waiting": len(waiting)}, warning=True)
+        warning = bool(waiting) or not orderly
+        return m.Log("no_rank_left", {"waiting": len(waiting)}, warning=warning)
 
     def expire(self, clock: float) -> list[m.Effect]:
         """Where there is no rank: answer those that have waited for one for too long."""

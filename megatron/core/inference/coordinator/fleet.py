@@ -201,7 +201,7 @@ class Fleet:
             fields = {"rank": rank.number, "requests": self.ledger.load(rank.number)}
             effects.append(m.Log("rank_draining", fields))
             if not len(self.ranks):
-                effects.append(self.dispatcher.none_left(rank.heard))
+                effects.append(self.dispatcher.none_left(rank.heard, orderly=True))
         return effects
 
     def pong(self, peer: bytes, message: m.Pong, now: float) -> list[m.Effect]:
@@ -220,15 +220,17 @@ class Fleet:
         effects: list[m.Effect] = []
         # First of all none of them is live any more: none gets what another one had.
         were_live = [self._retire(rank) for rank in ranks]
+        orderly = True
         for rank in ranks:
             self.ranks.remove(rank)
             requests = self.ledger.load(rank.number)
             fields = {"rank": rank.number, "cause": cause, "requests": requests}
             left = cause == LEFT and not requests
+            orderly &= left
             effects.append(m.Log("rank_left" if left else "rank_lost", fields, warning=not left))
             effects += self.dispatcher.take_back(rank, cause, undelivered, now, clock)
         if any(were_live) and not len(self.ranks):
-            effects.append(self.dispatcher.none_left(clock))
+            effects.append(self.dispatcher.none_left(clock, orderly=orderly))
         return effects
 
     def _retire(self, rank: Rank) -> bool:
