@@ -157,16 +157,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         except CalibrationError as error:
             print(f"calibrate_replay: {error}; try more --turns", file=sys.stderr)
             return 2
-        if written["agrees"]:
+        agrees = written["profile"]["agrees"]
+        if agrees:
             break
     if options.json:
         options.json.write_text(json.dumps(written, indent=2) + "\n")
     if options.check:
-        agrees = "agrees" if written["agrees"] else "does NOT agree"
-        print(f"\nThe model {agrees} with the engine (times within {options.within:.0%}).")
-        if not written["agrees"]:
+        how = "agrees" if agrees else "does NOT agree"
+        print(f"\nThe model {how} with the engine (times within {options.within:.0%}).")
+        if not agrees:
             print("Other work on the machine spoils it: run it alone, or give it --attempts.")
-    return 0 if written["agrees"] else 1
+    return 0 if agrees else 1
 
 
 def attempt(make: Callable[..., Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -183,15 +184,16 @@ def attempt(make: Callable[..., Any], options: argparse.Namespace) -> dict[str, 
     steps += measure_steps(make, options, 2000 + options.seed)
     runs += [hold_recorded(make, options, 2)] if options.check else []
     profile = fit(steps, "cpu")
-    print(table(grouped(steps, profile)))
-    print(json.dumps(asdict(profile)))
     checks = [replayed(run, profile) for run in runs]
+    agrees = all(checked.agrees(options.within) for checked in checks)
+    written = asdict(replace(profile, agrees=agrees))
+    print(table(grouped(steps, profile)))
+    print(json.dumps(written))
     if checks:
         print(verdict(checks, options.within), flush=True)
     return {
-        "profile": asdict(profile),
+        "profile": written,
         "checks": [asdict(checked) | {"ratio": checked.ratio} for checked in checks],
-        "agrees": all(checked.agrees(options.within) for checked in checks),
     }
 
 

@@ -54,6 +54,8 @@ def test_the_model_takes_as_long_as_the_engine_within_15_percent(calibrated):
     check = written["checks"][0]
     assert check["predicted_seconds"] == pytest.approx(check["measured_seconds"], rel=WITHIN)
     assert done.returncode == 0
+    assert "The model agrees with the engine (times within 15%)." in done.stdout.splitlines()
+    assert written["profile"]["agrees"] is True
 
 
 def test_the_profile_is_one_and_the_last_line_of_its_table(calibrated):

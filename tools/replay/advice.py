@@ -1,5 +1,6 @@
 """What to recommend: which of the coordinator's policies, what it gains and costs, how sure."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from replay.experiment import Comparison, Run
@@ -10,6 +11,9 @@ CLOSE = 0.01
 """Makespans that differ by no more than this share are taken as equal; then TTFT p99 decides."""
 
 DEFAULT = "relative:1@events"
+FEW = 1_000
+"""Requests of a run below which its TTFT p99 is that of a handful of them."""
+
 LEAST_LOADED = "load_balanced"
 _DECIDING = ("makespan", "ttft_p99")
 
@@ -64,7 +68,13 @@ def advice(comparison: Comparison) -> list[str]:
             f"{overall}, which is not one of the coordinator's, did better by the same rule. "
             f"Against {best}: " + _differences(comparison, best, overall)
         )
-    return [*paragraphs, _how_sure(comparison, best)]
+    paragraphs.append(_how_sure(comparison, best))
+    if comparison.requests < FEW:
+        paragraphs.append(
+            f"A run has {comparison.requests:,} requests only: TTFT p99 is that of the slowest "
+            f"{math.ceil(comparison.requests / 100)}. Judge on more of them."
+        )
+    return paragraphs
 
 
 def _equals(comparison: Comparison, best: str) -> list[str]:

@@ -1,6 +1,7 @@
 """The tool from its arguments to what it writes."""
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -26,7 +27,12 @@ def main(description: str | None, argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     args = parser(description).parse_args(words)
     try:
-        return _claims(args) if args.claims else _compare(args, words)
+        code = _claims(args) if args.claims else _compare(args, words)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read it has enough: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (InputError, UnknownPolicy) as error:
         print(f"replay: {error}", file=sys.stderr)
         return 2

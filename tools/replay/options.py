@@ -162,9 +162,10 @@ def in_a_line(setting: Setting) -> str:
         if load.speedup
         else f"up to {load.concurrency:,} sessions at once"
     )
+    doubt = "" if profile.agrees else " (its check did NOT agree with the engine)"
     return (
         f"{setting.fleet.replicas:,} replicas of {profile.cache_tokens:,} tokens and "
-        f"{profile.max_requests:,} places, profile {profile.name}, {sent}"
+        f"{profile.max_requests:,} places, profile {profile.name}{doubt}, {sent}"
     )
 
 

@@ -27,6 +27,7 @@ class Profile:
         strict: Whether running requests hold on to their blocks, those of what they generate
             included, and one that does not fit beside them waits; if not, the pool is a store of
             prompts beside the running requests (`loose_cache.py`).
+        agrees: False where it was checked against the engine that it is of, and differed too much.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Profile:
     block_size: int = 16
     cache_tokens: int = 500_000
     strict: bool = True
+    agrees: bool = True
 
     @property
     def total_blocks(self) -> int:

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from replay.command import main
 from replay.experiment import Comparison, Run
 from replay.figures import BY_KEY, FIGURES, bound, markdown_definitions, measure
 from replay.pages import page
+from replay.profiles import PROFILES
 from replay.simulation import Outcome
 from replay.table import summary
 from replay.workload import Request, Session, Turn, Workload, block_names
@@ -47,7 +49,7 @@ def comparison(**policies):
 
 
 def named(policies):
-    made = Comparison("w", 100, 0.9)
+    made = Comparison("w", 5_000, 0.9)
     for name, runs in policies.items():
         made.runs[name] = [
             Run(name, seed, figures(**run), [0.1] * 101, [0.0, 1.0], [[1, 2], [2, 1]])
@@ -137,6 +139,15 @@ def test_of_equal_policies_the_default_is_recommended_and_the_others_are_named()
     runs.runs[DEFAULT] = runs.runs["prefill_work@events"]
     assert recommended(runs, list(runs.runs)) == DEFAULT
     assert "By this rule it is equal to prefill_work@events." in advice(runs)
+
+
+def test_few_requests_are_said_to_say_little_of_the_slowest():
+    runs = comparison(relative__events=[{}], load_balanced=[{}])
+    assert not any("requests only" in text for text in advice(runs))
+    runs.requests = 210
+    assert advice(runs)[-1] == (
+        "A run has 210 requests only: TTFT p99 is that of the slowest 3. Judge on more of them."
+    )
 
 
 def test_differences_say_which_way_is_better():
@@ -306,6 +317,25 @@ def test_what_cannot_be_run_is_said_in_a_line(arguments, message, capsys):
     error = capsys.readouterr().err
     assert error.startswith("replay: ")
     assert message in error
+
+
+def test_a_profile_whose_check_did_not_agree_is_called_so(tmp_path, capsys):
+    file = tmp_path / "cpu.json"
+    for agrees in (True, False):
+        profile = asdict(replace(PROFILES["strict"], name="cpu", agrees=agrees))
+        file.write_text(json.dumps({"profile": profile}))
+        assert main("", [*SMALL, "--policies", "pinned", "--profile", str(file)]) == 0
+        doubt = "profile cpu (its check did NOT agree with the engine)" in capsys.readouterr().out
+        assert doubt != agrees
+
+
+def test_who_has_read_enough_ends_it_without_a_traceback():
+    command = [sys.executable, "-W", "ignore", str(TOOL), *SMALL, "--policies", "pinned"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
 
 
 def test_it_runs_as_a_folder():
