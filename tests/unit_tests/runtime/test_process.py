@@ -28,6 +28,7 @@ from megatron.core.inference.coordinator.runtime import process as coordinator_p
 from megatron.core.inference.coordinator.runtime import sockets, wire
 from megatron.core.inference.coordinator.runtime.client import InferenceClient, RequestFailed
 from megatron.core.inference.coordinator.runtime.fork_server import warm_up
+from megatron.core.inference.coordinator.runtime.link import CoordinatorLink
 from megatron.core.inference.coordinator.runtime.loop import CoordinatorLoop
 from megatron.core.inference.coordinator.runtime.process import (
     CoordinatorDied,
@@ -310,6 +311,22 @@ def test_one_that_stands_still_for_a_while_loses_no_client(orphan_to_be):
     at_once = CoordinatorSettings(fleet=FleetSettings(replica_wait=0))
     with started(coordinator=at_once) as coordinator:
         assert asyncio.run(ask_meanwhile(coordinator)) == "no_replica"
+
+
+def test_engines_connect_anew_before_clients_would_to_one_that_stands_still(orphan_to_be):
+    context = zmq.Context()
+    try:
+        with started() as coordinator:
+            link = CoordinatorLink(context, coordinator.address, b"engine")
+            assert link.register(m.Register(1, "job", 0, 0, 8, 256, 100, "lru"), 10).rank == 0
+            os.kill(coordinator.process.pid, signal.SIGSTOP)
+            deadline = time.monotonic() + sockets.CLIENT_PULSE.timeout_ms / 1000
+            while not link.check():
+                assert time.monotonic() < deadline, "the link does not have the engines' pulse"
+                time.sleep(0.01)
+            os.kill(coordinator.process.pid, signal.SIGCONT)
+    finally:
+        context.destroy(linger=0)
 
 
 def test_it_leaves_its_decisions_in_files(orphan_to_be, tmp_path):
