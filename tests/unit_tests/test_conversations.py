@@ -13,23 +13,27 @@ from megatron.core.inference.coordinator.lifecycle import Signal
 CAPACITY = 1000
 
 
-class Told:
-    """Conversations, and prompts told shortly: the chain of one of `n` tokens is its name and n."""
+def chain_of(name, size):
+    """The hash of the last block of a prompt: eight bytes."""
+    return (b"%s%d" % (name, size)).ljust(8, b".")
 
-    def __init__(self, ranks=1, capacity=CAPACITY):
-        self.conversations = Conversations()
+
+class Told:
+    """Conversations, and prompts told shortly: by a name and their tokens."""
+
+    def __init__(self, ranks=1, capacity=CAPACITY, answer_blocks=0):
+        self.conversations = Conversations(answer_blocks)
         for rank in range(ranks):
             self.conversations.add_rank(rank, capacity)
 
     def begin(self, name, size, *, held=0, new=None, rank=0, now=0.0):
-        before = b"%s%d" % (name, held) if held else b""
         self.conversations.begin(
-            rank, b"%s%d" % (name, size), before=before, now=now,
+            rank, chain_of(name, size), held=chain_of(name, held) if held else b"", now=now,
             new=size - held if new is None else new, tokens=size,
         )  # fmt: skip
 
     def end(self, name, size, *, rank=0, now=0.0):
-        self.conversations.end(rank, b"%s%d" % (name, size), now)
+        self.conversations.end(rank, chain_of(name, size), now)
 
     def taken(self, rank=0):
         return self.conversations._tokens[rank]
@@ -83,6 +87,50 @@ def test_equal_prompts_are_one_until_they_go_apart():
     told.end(b"a", 300, now=3.0)
     told.begin(b"a", 350, held=300, now=4.0)
     assert told.taken() == 40 + 350
+
+
+def test_who_pauses_is_counted_until_it_comes_back_or_is_given_up():
+    told = Told(ranks=2)
+    pausing = told.conversations.pausing
+    for name in (b"a", b"b"):
+        told.begin(name, 300)
+        assert pausing(0) == 0 + (name == b"b")
+        told.end(name, 300, now=1.0)
+    assert (pausing(0), pausing(1)) == (2, 0)
+    told.begin(b"a", 400, held=300, now=2.0)
+    assert pausing(0) == 1
+    told.begin(b"b", 300, held=300, now=2.0)  # the same again
+    assert pausing(0) == 0
+    told.end(b"a", 400, now=3.0)
+    assert pausing(0) == 1
+    told.conversations.expire(1e6)
+    assert pausing(0) == 0
+
+
+def test_where_a_prompt_s_conversation_pauses():
+    told = Told(ranks=3)
+    for rank in range(3):
+        told.begin(b"a", 300, rank=rank)
+    told.end(b"a", 300, rank=1)
+    told.end(b"a", 300, rank=2)
+    where = told.conversations.paused_before
+    assert where(chain_of(b"a", 200) + chain_of(b"a", 300)) == [1, 2]
+    assert where(chain_of(b"a", 300) + chain_of(b"a", 316)) == []  # an answer, and none is cached
+    assert where(b"") == []
+
+
+def test_where_answers_are_cached_a_conversation_is_known_after_some_blocks_of_one():
+    told = Told(answer_blocks=2)
+    told.begin(b"a", 300)
+    told.end(b"a", 300, now=1.0)
+    answer = [chain_of(b"a", size) for size in (300, 316, 332, 348)]
+    assert told.conversations.paused_before(b"".join(answer[:3])) == [0]
+    assert told.conversations.paused_before(b"".join(answer)) == []
+    told.conversations.begin(
+        0, chain_of(b"a", 400), held=b"".join(answer[:3]), new=68, tokens=400, now=2.0
+    )
+    assert told.taken() == 368
+    assert told.conversations.pausing(0) == 0
 
 
 def test_who_pauses_for_four_times_as_long_as_others_is_given_up():
@@ -154,7 +202,7 @@ def test_counts_follow_the_requests_whatever_comes(seed):
                 size = rng.randrange(1, 9) * 50
                 held = rng.choice([0, size, size - 50])
                 told.begin(name, size, held=held, new=rng.randrange(60), rank=rank, now=now)
-                running[rank, b"%s%d" % (name, size)] += 1
+                running[rank, chain_of(name, size)] += 1
             case _ if running:
                 rank, chain = rng.choice(sorted(running))
                 told.conversations.end(rank, chain, now)
@@ -212,10 +260,38 @@ def test_new_weights_end_what_conversations_take():
     assert level(fleet, 0) == 6
 
 
-def test_a_rank_that_keeps_nothing_is_never_full():
+def test_conversations_that_pause_are_spread_and_come_back_to_where_they_were():
+    """They never run at the same time: by load alone all ranks are alike."""
+    fleet = by_delay(2)
+    where = {}
+    for name in range(6):
+        where[name], request = fleet.ask(tokens(4, name=name))
+        fleet.answer(request)
+    assert sorted(where.values()) == [0, 0, 0, 1, 1, 1]
+    busy = [fleet.ask(tokens(2, name=50 + n)) for n in range(2)]  # so that recency is no help
+    assert sorted(rank for rank, _ in busy) == [0, 1]
+    for name, rank in where.items():
+        again, request = fleet.ask(tokens(4, name=name) + tokens(1, name=70 + name))
+        assert again == rank
+        fleet.answer(request)
+    fleet.core.check_integrity()
+
+
+def test_a_short_conversation_comes_back_although_it_is_cheaper_elsewhere_by_who_pauses():
+    """One block to compute again, against all that counts for others that pause there."""
+    fleet = by_delay(2)
+    rank, request = fleet.ask(tokens(1, name=1))
+    fleet.answer(request)
+    assert fleet.route(tokens(1, name=1) + tokens(1, name=2)) == rank
+
+
+def test_a_rank_that_keeps_nothing_is_never_full_and_nobody_comes_back_to_it():
     fleet = by_delay(2, total_blocks=100, eviction="ref_zero")
-    fleet.ask(tokens(95, name=1))
+    _, request = fleet.ask(tokens(95, name=1))
     assert level(fleet, 0) == 0
+    fleet.answer(request)
+    fleet.core.check_integrity()
+    assert fleet.core.fleet.router._by_delay._conversations.pausing(0) == 0
 
 
 def test_a_lost_rank_takes_its_conversations_with_it():

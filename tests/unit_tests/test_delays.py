@@ -10,7 +10,6 @@ from megatron.core.inference.coordinator.conversations import FULL
 from megatron.core.inference.coordinator.delays import (
     HELD_UP,
     RECOMPUTED,
-    REQUEST_TOKENS,
     STANDSTILL,
     Delays,
     added_delay,
@@ -22,32 +21,41 @@ from megatron.core.inference.coordinator.standing import Standing
 # --- the formula ---------------------------------------------------------------------------------
 
 
+CHARGE = 800
+"""Of a request, in these tests."""
+
+
 @pytest.mark.parametrize(
-    ("new", "queued", "load", "mean_load", "evicted", "delay"),
+    ("new", "queued", "load", "mean_load", "more", "delay"),
     [
-        (0, 0, 0, 0, 0, 0),
-        (300, 0, 0, 0, 0, 300),  # its own prefill
-        (320, 500, 1, 0, 0, 1620),  # and what is before it; one other shares its steps
-        (320, 500, 1, 2, 0, 1740),  # two others stand still, which counts three eighths as much
-        (320, 500, 1, 32, 0, 3540),
-        (320, 500, 1, 64, 0, 5460),
-        (320, 500, 1, 99, 0, 5460),  # more than 64 do not stand still the longer
-        (320, 500, 1, 0, 100, 2120),  # somebody computes 100 tokens again
+        (0, 0, 0, 0, {}, 0),
+        (300, 0, 0, 0, {}, 300),  # its own prefill
+        (320, 500, 1, 0, {}, 1620),  # and what is before it; one other shares its steps
+        (320, 500, 1, 2, {}, 1740),  # two others stand still, which counts three eighths as much
+        (320, 500, 1, 32, {}, 3540),
+        (320, 500, 1, 64, {}, 5460),
+        (320, 500, 1, 99, {}, 5460),  # more than 64 do not stand still the longer
+        (320, 500, 1, 0, {"pausing": 3}, 2820),  # half of the three will be there
+        (320, 500, 1, 0, {"evicted": 100}, 2120),  # somebody computes 100 tokens again
     ],
 )
-def test_the_formula(new, queued, load, mean_load, evicted, delay):
-    assert (HELD_UP, STANDSTILL, REQUEST_TOKENS, RECOMPUTED) == (64, 3 / 16, 800, 5)
-    assert added_delay(new, queued, load, mean_load, evicted) == delay
+def test_the_formula(new, queued, load, mean_load, more, delay):
+    assert (HELD_UP, STANDSTILL, RECOMPUTED) == (64, 3 / 16, 5)
+    assert added_delay(new, queued, load, mean_load, CHARGE, **more) == delay
 
 
 def delays_of(*ranks, deterministic=False):
-    """From (load, queued tokens, last assigned, level) of each rank."""
+    """From (load, queued tokens, last assigned, level, pausing) of each rank."""
     standing = Standing(deterministic)
     delays = Delays(standing, deterministic)
-    for number, (load, queued, last, *level) in enumerate(ranks):
+    delays.request_charge = CHARGE
+    charged = {}
+    for number, (load, queued, last, *more) in enumerate(ranks):
+        level, pausing = (*more, 0, 0)[:2]
         standing.update(number, load, last)
-        delays.update(number, queued, last, *level)
-    delays.check_integrity({number: queued for number, (_, queued, *_) in enumerate(ranks)})
+        delays.update(number, queued, last, level=level, pausing=pausing)
+        charged[number] = queued, pausing
+    delays.check_integrity(charged)
     return delays
 
 
@@ -66,6 +74,19 @@ def test_an_empty_queue_is_worth_more_requests():
     delays = delays_of((1, 900, -1), (2, 0, -1))
     assert best(delays, 500) == 1  # 1700 before it against 1600
     assert best(delays_of((1, 600, -1), (2, 0, -1)), 500) == 0
+
+
+def test_conversations_that_pause_count_half_a_request():
+    assert best(delays_of((0, 0, -1, 0, 3), (1, 0, -1)), 500) == 1  # 1200 against 800
+    assert best(delays_of((0, 0, -1, 0, 1), (1, 0, -1)), 500) == 0
+
+
+def test_the_request_s_own_conversation_does_not_count():
+    delays = delays_of((0, 0, -1, 0, 2), (0, 300, -1))
+    assert best_of(delays, [0, 1], 500) == 1  # 1300 against 800
+    delay, key = delays.best_own([0], 500)
+    assert (delay, number_of(key)) == (900, 0)
+    assert delays.best_own([], 500) is None
 
 
 def test_a_long_prompt_does_not_wait_where_few_are_held_up():
@@ -91,7 +112,7 @@ def test_where_all_are_full_nothing_is_charged():
     """Somebody is thrown out wherever it goes."""
     delays = delays_of((0, 0, -1, FULL), (1, 0, -1, FULL))
     assert best(delays, 10_000) == 0
-    assert delays.best(10_000)[0] == added_delay(10_000, 0, 0, 0.5)
+    assert delays.best(10_000)[0] == added_delay(10_000, 0, 0, 0.5, 0)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +138,7 @@ def test_the_search_finds_what_a_plain_one_does(seed):
     for _ in range(400):
         count = rng.randint(1, 12)
         ranks = [
-            (rng.randint(0, 12), queued, last, rng.choice([0, 0, 1, 5, FULL]))
+            (rng.randint(0, 12), queued, last, rng.choice([0, 0, 1, 5, FULL]), rng.choice([0, 2]))
             for last in rng.sample(range(count), count)
             for queued in [rng.choice([0, 0, 50, 1000, 4000, rng.randrange(9000)])]
         ]
@@ -126,12 +147,13 @@ def test_the_search_finds_what_a_plain_one_does(seed):
         some = set(rng.sample(range(count), rng.randint(1, count)))
 
         def order(number, new=new, ranks=ranks):
-            load, queued, last, level = ranks[number]
+            load, queued, last, level, pausing = ranks[number]
             mean_load = sum(each[0] for each in ranks) / len(ranks)
             room = FULL * len(ranks) - sum(each[3] for each in ranks)
             evicted = new * level * room // (FULL * FULL * len(ranks))
-            delay = added_delay(new, 0, 0, mean_load, evicted) + queued + REQUEST_TOKENS * load
-            return delay, level, queued + REQUEST_TOKENS * load, last
+            there = queued + CHARGE * load + CHARGE // 2 * pausing
+            delay = added_delay(new, 0, 0, mean_load, 0, evicted=evicted) + there
+            return delay, level, there, last
 
         for among in (some, set(range(count))):
             open_ = [n for n in among if not limit or ranks[n][0] < limit]
@@ -198,6 +220,17 @@ def test_a_holder_computes_less_and_a_lost_rank_waits_for_nothing():
 def test_without_hashes_or_lengths_it_goes_by_queue_and_load():
     fleet = by_delay(2)
     assert [fleet.route() for _ in range(4)] == [0, 1, 0, 1]
+
+
+def test_what_a_request_costs_is_learned_from_prompts_and_all_ranks_follow():
+    fleet = by_delay(3)
+    router = fleet.core.fleet.router._by_delay
+    fleet.route(tokens(1000, name=1))
+    assert router._delays.request_charge == 750
+    for name in range(2, 400):
+        fleet.answer(fleet.ask(tokens(4, name=name))[1])
+        fleet.core.check_integrity()
+    assert router._delays.request_charge < 120
 
 
 def test_with_load_balanced_signal_nothing_is_queued():

@@ -61,9 +61,10 @@ class CoreRoute:
 
     def __init__(self, made: CoreMaker, replicas: Sequence[Replica]):
         profile = replicas[0].profile
+        routing = {"generated_tokens": replicas[0].generated} | made.routing
         self.core = Coordinator(
             CoordinatorSettings(
-                routing=RoutingSettings(**made.routing),
+                routing=RoutingSettings(**routing),
                 fleet=FleetSettings(**made.fleet),
                 block_size_tokens=profile.block_size,
                 expected_ranks=len(replicas),

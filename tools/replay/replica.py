@@ -68,7 +68,7 @@ class Replica:
         self.stored: list[tuple[bytes, bytes]] = []
         self.version = 0
         self.ends: float | None = None
-        self._generated = generated
+        self.generated = generated
         self._waiting: deque[Job] = deque()
         self._partial: Job | None = None  # a prompt of which some chunks are computed
         self._chunks: list[tuple[Job, int]] = []  # of the step under way
@@ -253,7 +253,7 @@ class Replica:
         request = job.request
         if decoded:
             self._context -= request.prompt_tokens + request.output_tokens
-        if self._generated:
+        if self.generated:
             tokens = request.prompt_tokens + request.output_tokens
             blocks = min(tokens // self.profile.block_size, len(request.chain) // HASH_BYTES)
             self._keep(job, blocks * HASH_BYTES)

@@ -6,18 +6,23 @@ from collections.abc import Sequence
 from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
 
 from megatron.core.inference.coordinator.conversations import Conversations
-from megatron.core.inference.coordinator.delays import Delays
+from megatron.core.inference.coordinator.delays import Delays, Found
 from megatron.core.inference.coordinator.hashing import HASH_BYTES, expected_skip
 from megatron.core.inference.coordinator.index import PrefixIndex
 from megatron.core.inference.coordinator.ledger import Ledger, RequestRecord
 from megatron.core.inference.coordinator.queues import PrefillQueues
 from megatron.core.inference.coordinator.rank_order import number_of
 from megatron.core.inference.coordinator.ranks import Rank, Ranks
+from megatron.core.inference.coordinator.request_charge import RequestCharge
 from megatron.core.inference.coordinator.settings import CoordinatorSettings
 from megatron.core.inference.coordinator.standing import Standing
 
 FEW_HOLDERS = 32
 """Holders up to which each is looked at; of more, the first is soon met in the order of all."""
+
+
+ANSWER_BLOCKS = 64
+"""Blocks of an answer after which the conversation is still known, where engines keep answers."""
 
 
 class ByDelay:
@@ -45,8 +50,11 @@ class ByDelay:
             settings.signal is PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
         )
         self._delays = Delays(standing, settings.deterministic)
+        self._charge = RequestCharge()
+        self._delays.request_charge = self._charge.tokens
         self._queues = PrefillQueues()
-        self._conversations = Conversations()
+        keeps_answers = settings.routing.generated_tokens
+        self._conversations = Conversations(ANSWER_BLOCKS if keeps_answers else 0)
 
     # --- ranks -------------------------------------------------------------------------------
 
@@ -62,31 +70,41 @@ class ByDelay:
 
     def update(self, rank: Rank) -> None:
         """A live rank's load has changed, or what it has to compute."""
-        number = rank.number
-        level = self._conversations.level(number)
-        self._delays.update(number, self._queues.tokens(number), rank.last_assigned, level)
+        number, conversations = rank.number, self._conversations
+        self._delays.update(
+            number,
+            self._queues.tokens(number),
+            rank.last_assigned,
+            pausing=conversations.pausing(number),
+            level=conversations.level(number),
+        )
 
     def clear(self) -> None:
         """What is cached is of no use to anybody any more."""
         self._conversations.clear()
+        self._update_all()
+
+    def _update_all(self) -> None:
         for rank in self._ranks:
             self.update(rank)
 
     # --- requests ----------------------------------------------------------------------------
 
-    def choose(self, record: RequestRecord, groups: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    def choose(
+        self, record: RequestRecord, hashes: bytes, groups: Sequence[tuple[int, int]]
+    ) -> tuple[int, int]:
         """The best of each group of equal holders, and of all ranks as if they held nothing.
 
         Args:
             record: The request.
-            groups: Slots that hold equally much of its prompt, and how many blocks.
+            hashes: Packed hashes of its prompt.
+            groups: Slots that hold equally much of it, and how many blocks; from few to many.
 
         Returns:
             The rank's number, and how many blocks it holds.
         """
-        for number in self._conversations.expire(record.came):
-            self.update(self._ranks.get(number))  # type: ignore[arg-type]
         delays, index, limit = self._delays, self._index, self._limit
+        self._prepare(record)
         best, deepest = delays.best(self._missing(record, 0), limit), 0
         for slots, depth in groups:
             new = self._missing(record, depth)
@@ -96,8 +114,27 @@ class ByDelay:
                 found = delays.best(new, limit, lambda n, slots=slots: slots & index.slot(n))  # type: ignore[misc]
             if found is not None and (best is None or found <= best):
                 best, deepest = found, depth
+        if groups:
+            slots, depth = groups[-1]
+            found = self._own(hashes[: depth * HASH_BYTES], slots, self._missing(record, depth))
+            if found is not None and (best is None or found <= best):
+                best, deepest = found, depth
         assert best is not None
         return number_of(best[1]), deepest
+
+    def _prepare(self, record: RequestRecord) -> None:
+        """What has changed with the time, or with this request."""
+        for number in self._conversations.expire(record.came):
+            self.update(self._ranks.get(number))  # type: ignore[arg-type]
+        if self._charge.learn(self._missing(record, 0)):
+            self._delays.request_charge = self._charge.tokens
+            self._update_all()
+
+    def _own(self, held: bytes, slots: int, new: int) -> Found | None:
+        """The best of those where the request's own conversation pauses."""
+        ranks = self._conversations.paused_before(held)
+        ranks = [number for number in ranks if slots & self._index.slot(number)]
+        return self._delays.best_own(ranks, new, self._limit)
 
     def begin(self, record: RequestRecord, rank: Rank, held: bytes) -> None:
         """A request is given to a rank; `update` has to follow.
@@ -112,11 +149,10 @@ class ByDelay:
         new = self._missing(record, len(held) // HASH_BYTES)
         if new > self._block_size:
             self._queues.begin(rank.number, record.request_id, new, record.chain)
-        if record.chain is not None:
+        if record.chain is not None and rank.retains:
             tokens = max(record.prompt_tokens, record.blocks * self._block_size)
-            before = held[-HASH_BYTES:]
             self._conversations.begin(
-                rank.number, record.chain, before=before, new=new, tokens=tokens, now=record.came
+                rank.number, record.chain, held=held, new=new, tokens=tokens, now=record.came
             )
 
     def end(self, record: RequestRecord, now: float) -> None:
@@ -137,11 +173,14 @@ class ByDelay:
         Raises:
             AssertionError: They differ.
         """
-        live = {rank.number: self._queues.tokens(rank.number) for rank in self._ranks}
-        self._delays.check_integrity(live)
-        self._queues.check_integrity({r.request_id: r.rank for r in ledger if r.rank is not None})
-        chains = ((r.rank, r.chain) for r in ledger if r.rank in live and r.chain is not None)
-        self._conversations.check_integrity(Counter(chains))
+        queues, conversations = self._queues, self._conversations
+        live = {rank.number: rank for rank in self._ranks}
+        self._delays.check_integrity(
+            {number: (queues.tokens(number), conversations.pausing(number)) for number in live}
+        )
+        queues.check_integrity({r.request_id: r.rank for r in ledger if r.rank is not None})
+        chains = [(r.rank, r.chain) for r in ledger if r.rank in live and r.chain is not None]
+        conversations.check_integrity(Counter(c for c in chains if live[c[0]].retains))
 
     def _missing(self, record: RequestRecord, depth: int) -> int:
         """Tokens that a rank which holds so many blocks would have to compute of a prompt."""

@@ -1,13 +1,17 @@
 """The cost policy `added_delay`: the rank where a request delays everybody least, itself included.
 
     added delay = queued + new + new * min(mean load, HELD_UP) * STANDSTILL
-                  + REQUEST_TOKENS * load + RECOMPUTED * evicted
+                  + request charge * (load + pausing / 2) + RECOMPUTED * evicted
 
 in tokens of prefill, which stand for the time that they take: only ratios matter, so that no
 profile is needed. `new` is what of the prompt the rank would have to compute, `queued` the prefill
-that it was given and has not done: together the request's own wait. Each of the `load` requests
-there makes the steps of this one longer, now or when it runs, and this one theirs, by what
-`REQUEST_TOKENS` stands for.
+that it was given and has not done: together the request's own wait.
+
+Each of the `load` requests there makes the steps of this one longer, now or when it runs, and this
+one theirs: by what has to be read of its context, so that the charge for it goes with the length of
+prompts (`request_charge.py`). So will the `pausing` conversations that are likely to come back
+there, half of the time: without them, conversations that pause at the same time gather on one rank,
+and have to be moved later. The one that this request goes on with is not counted.
 
 While a prompt is computed, others stand still for `new`. They are counted as many as ranks have on
 average, not as this one has: what is computed twice is lost to the whole fleet, and by its own load
@@ -42,11 +46,6 @@ STANDSTILL = 3 / 16
 """What a request that stands still counts, against one that waits for its first token. In replay
 more skips more where caches are far too small, less has earlier first tokens; 1/8 to 1/4 do."""
 
-REQUEST_TOKENS = 800
-"""What one more request costs the others and itself, in tokens of prefill. In replay less leaves
-ranks idle when few sessions are left, more drives sessions away from what is cached for them; 700
-to 1,400 do."""
-
 RECOMPUTED = 5
 """What a token costs that has to be computed again: of the order of a new one on a busy fleet."""
 
@@ -57,39 +56,57 @@ Found = tuple[int, Key]
 """The delay that a rank would add, and the rank's key: what comes first in order is better."""
 
 
-def added_delay(new: int, queued: int, load: int, mean_load: float, evicted: int = 0) -> int:
+def added_delay(
+    new: int,
+    queued: int,
+    load: int,
+    mean_load: float,
+    request_charge: int,
+    *,
+    pausing: int = 0,
+    evicted: int = 0,
+) -> int:
     """Tokens of prefill, by the formula above."""
     held_up = new * min(mean_load, HELD_UP) * STANDSTILL
-    return int(queued + new + held_up + REQUEST_TOKENS * load + RECOMPUTED * evicted)
+    shared = request_charge * load + request_charge // 2 * pausing
+    return int(queued + new + held_up + shared + RECOMPUTED * evicted)
 
 
 class Delays:
     """Live ranks by what they would cost a request.
 
-    Ties go to the lower level, then to where queue and load cost less, then to the rank assigned
-    least recently, then to the lowest number.
+    Ties go to the lower level, then to where what is there already costs less, then to the rank
+    assigned least recently, then to the lowest number.
 
     Args:
         standing: The same ranks by load; a change there has to be followed by one here.
         deterministic: Leave recency out.
+
+    Attributes:
+        request_charge: What one more request costs; `update` of every rank has to follow a change.
     """
 
     def __init__(self, standing: Standing, deterministic: bool = False):
+        self.request_charge = 0
         self._standing = standing
         self._ranks = RankOrder(deterministic)
         self._levels = 0  # of all ranks together
 
-    def update(self, rank: int, queued: int, last_assigned: int, level: int = 0) -> None:
-        """A rank is new, or its load, its queue or its level has changed.
+    def update(
+        self, rank: int, queued: int, last_assigned: int, *, pausing: int = 0, level: int = 0
+    ) -> None:
+        """A rank is new, or its load, its queue or its conversations have changed.
 
         Args:
             rank: Its number, below 65,536.
             queued: Tokens of prefill that it was given and has not done.
             last_assigned: Sequence number of its latest assignment, -1 for never.
+            pausing: Conversations that pause there, and are likely to come back.
             level: How full its cache is of conversations that go on, 0 to `FULL`.
         """
         self._levels += level - self._level_of(rank)
-        charge = added_delay(0, queued, self._standing.load(rank), 0)
+        load = self._standing.load(rank)
+        charge = added_delay(0, queued, load, 0, self.request_charge, pausing=pausing)
         self._ranks.put(rank, level << _LEVEL_SHIFT | charge, last_assigned)
 
     def remove(self, rank: int) -> None:
@@ -135,30 +152,37 @@ class Delays:
         found = ((self._caused(new, lv) + _charge(key), key) for lv, key in firsts.items())
         return min(found, default=None)
 
+    def best_own(self, ranks: Iterable[int], new: int, limit: int = 0) -> Found | None:
+        """The same where the request goes on with a conversation that pauses on these ranks."""
+        found = self.best_of(ranks, new, limit)
+        return found and (found[0] - self.request_charge // 2, found[1])
+
     def _caused(self, new: int, level: int) -> int:
         """What the prompt itself adds on a rank of some level."""
         ranks = len(self._standing)
         evicted = new * level * (FULL * ranks - self._levels) // (FULL * FULL * ranks)
-        return added_delay(new, 0, 0, self._standing.mean_load, evicted)
+        return added_delay(new, 0, 0, self._standing.mean_load, 0, evicted=evicted)
 
     def _level_of(self, rank: int) -> int:
         key = self._ranks.keys.get(rank)
         return 0 if key is None else _level(key)
 
-    def check_integrity(self, queues: Mapping[int, int]) -> None:
+    def check_integrity(self, charged: Mapping[int, tuple[int, int]]) -> None:
         """Compare what is kept with what it was made from.
 
         Args:
-            queues: Of every live rank, the tokens that are queued there.
+            charged: Of every live rank, queued tokens and conversations that pause.
 
         Raises:
             AssertionError: They differ.
         """
         keys = self._ranks.keys
-        assert keys.keys() == queues.keys(), "other ranks than the fleet's"
+        assert keys.keys() == charged.keys(), "other ranks than the fleet's"
         assert self._ranks.sorted == sorted(keys.values()), "the order is none"
         for rank, key in keys.items():
-            assert _charge(key) == added_delay(0, queues[rank], self._standing.load(rank), 0)
+            (queued, pausing), load = charged[rank], self._standing.load(rank)
+            charge = added_delay(0, queued, load, 0, self.request_charge, pausing=pausing)
+            assert _charge(key) == charge
         assert self._levels == sum(map(_level, keys.values()))
 
 

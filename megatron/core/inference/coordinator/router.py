@@ -198,7 +198,7 @@ class Router:
         """The best rank, and how many of the prompt's blocks it holds."""
         groups = self._index.holders(match)
         if self._by_delay is not None:
-            number, depth = self._by_delay.choose(record, groups)
+            number, depth = self._by_delay.choose(record, match.hashes, groups)
         elif groups:
             number, depth = self._choose(groups, match.blocks)
         else:
