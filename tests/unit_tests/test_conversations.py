@@ -4,10 +4,12 @@ import random
 from collections import Counter
 
 import pytest
-from builders import BLOCK, CLIENT, Fleet, tokens
+from builders import BLOCK, CLIENT, Fleet, hashes, tokens
 
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.conversations import FULL, Conversations
+from megatron.core.inference.coordinator.hashing import pack_hashes
+from megatron.core.inference.coordinator.kv_events import CLEARED, pack_events
 from megatron.core.inference.coordinator.lifecycle import Signal
 
 CAPACITY = 1000
@@ -129,7 +131,7 @@ def test_where_answers_are_cached_a_conversation_is_known_after_some_blocks_of_o
     told.conversations.begin(
         0, chain_of(b"a", 400), held=b"".join(answer[:3]), new=68, tokens=400, now=2.0
     )
-    assert told.taken() == 368
+    assert told.taken() == 400  # the answer of 32 tokens as well
     assert told.conversations.pausing(0) == 0
 
 
@@ -151,23 +153,85 @@ def test_who_pauses_for_four_times_as_long_as_others_is_given_up():
     assert told.taken(0) == 11_990
 
 
+def talk(told, turns, pause, now=0.0):
+    """A conversation of so many turns; when its last one has ended."""
+    told.begin(b"a", 10, now=now)
+    for turn in range(1, turns):
+        told.end(b"a", 10 * turn, now=now)
+        now += pause
+        told.begin(b"a", 10 * (turn + 1), held=10 * turn, now=now)
+    told.end(b"a", 10 * turns, now=now)
+    return now
+
+
 def test_requests_that_are_tried_again_teach_no_pause_below_zero():
     told = Told()
-    for _ in range(1000):  # each came before what it goes on from had ended
-        told.begin(b"a", 10, held=10, new=1, now=0.0)
-        told.end(b"a", 10, now=1000.0)
-    assert told.conversations.expire(1000.0) == set()
+    talk(told, 1000, -1000.0)  # each came before what it goes on from had ended
+    told.begin(b"b", 10, now=0.0)
+    told.end(b"b", 10, now=1000.0)
+    assert told.conversations.expire(1000.0) == {0}  # of the year before
+    assert told.conversations.pausing(0) == 1
 
 
 def test_nobody_is_waited_for_longer_than_five_minutes():
     told = Told()
-    now = 0.0
-    for _ in range(1000):  # an hour each time
-        told.begin(b"a", 10, held=10, new=1, now=now)
-        told.end(b"a", 10, now=now)
-        now += 3600.0
-    assert told.conversations.expire(now - 3600.0 + 299.0) == set()
-    assert told.conversations.expire(now - 3600.0 + 301.0) == {0}
+    now = talk(told, 1000, 3600.0)  # an hour each time
+    assert told.conversations.expire(now + 299.0) == set()
+    assert told.conversations.expire(now + 301.0) == {0}
+
+
+def test_who_pauses_ten_seconds_is_waited_for_after_many_that_hardly_do():
+    """Those that are given up teach nothing: too short a wait would stay so."""
+    told = Told()
+    now = talk(told, 1000, 0.5)
+    assert told.conversations.expire(now + 19.0) == set()
+    told.begin(b"a", 10_010, held=10_000, now=now + 19.0)
+    told.end(b"a", 10_010, now=now + 19.0)
+    assert told.conversations.expire(now + 40.0) == {0}
+
+
+def test_the_same_prompt_again_teaches_no_pause():
+    """Questions shorter than a block after the same beginning are the same to a cache."""
+    told = Told()
+    for now in range(1000):
+        told.begin(b"a", 10, held=10, new=1, now=float(now))
+        told.end(b"a", 10, now=float(now))
+    assert told.conversations.expire(999.0 + 119.0) == set()  # as before any pause is known
+
+
+def test_what_was_refused_is_not_waited_for_and_takes_nothing():
+    told = Told()
+    told.begin(b"a", 300)
+    told.begin(b"a", 300)
+    told.conversations.end(0, chain_of(b"a", 300), 1.0, completed=False)
+    assert told.taken() == 300  # the other one runs
+    told.conversations.end(0, chain_of(b"a", 300), 1.0, completed=False)
+    assert (told.taken(), told.conversations.pausing(0)) == (0, 0)
+    told.conversations.check_integrity({})
+
+
+def test_a_conversation_that_goes_elsewhere_is_waited_for_no_more():
+    told = Told(ranks=2)
+    told.begin(b"a", 300)
+    told.end(b"a", 300)
+    told.conversations.leave(0, chain_of(b"a", 300))
+    assert (told.taken(), told.conversations.pausing(0)) == (0, 0)
+    assert told.conversations.paused_before(chain_of(b"a", 300)) == []
+    told.conversations.check_integrity({})
+
+
+def test_what_runs_at_an_update_of_the_weights_does_not_come_back_to_what_is_cached():
+    told = Told()
+    for name in (b"a", b"b"):
+        told.begin(name, 300)
+    told.conversations.clear()
+    told.begin(b"b", 300)  # with the new weights
+    told.end(b"a", 300)
+    assert told.conversations.pausing(0) == 0
+    told.end(b"b", 300)
+    told.end(b"b", 300)
+    assert told.conversations.pausing(0) == 1
+    told.conversations.check_integrity({})
 
 
 def test_a_lost_rank_has_none_and_answers_of_its_last_life_are_nothing():
@@ -213,11 +277,12 @@ def test_counts_follow_the_requests_whatever_comes(seed):
 # --- in a fleet ----------------------------------------------------------------------------------
 
 
-def by_delay(ranks, **values):
-    fleet = Fleet(cost_policy="added_delay")
-    for _ in range(ranks):
-        fleet.join(**values)
-    return fleet
+def by_delay(ranks, register=None, **settings):
+    return Fleet(ranks, register, cost_policy="added_delay", **settings)
+
+
+def events(first, numbers):
+    return m.KvEvents(0, first, len(numbers), pack_events(numbers))
 
 
 def level(fleet, rank):
@@ -227,7 +292,7 @@ def level(fleet, rank):
 
 def test_new_conversations_go_where_others_leave_them_room():
     """Both ranks are idle, and the first would be asked first: it was idle longer."""
-    fleet = by_delay(2, total_blocks=100)
+    fleet = by_delay(2, {"total_blocks": 100})
     first, request = fleet.ask(tokens(90, name=1))
     fleet.answer(request)
     second, request = fleet.ask(tokens(10, name=2))
@@ -238,7 +303,7 @@ def test_new_conversations_go_where_others_leave_them_room():
 
 
 def test_a_conversation_that_is_over_makes_room_after_a_while():
-    fleet = by_delay(2, total_blocks=100)
+    fleet = by_delay(2, {"total_blocks": 100})
     for size, name in ((90, 1), (10, 2)):
         fleet.answer(fleet.ask(tokens(size, name=name))[1])
     fleet.now += 130.0  # four times the half minute that is taken for granted at first
@@ -247,7 +312,7 @@ def test_a_conversation_that_is_over_makes_room_after_a_while():
 
 
 def test_new_weights_end_what_conversations_take():
-    fleet = by_delay(1, total_blocks=100)
+    fleet = by_delay(1, {"total_blocks": 100})
     _, request = fleet.ask(tokens(45, name=1))
     fleet.answer(request)
     _, request = fleet.ask(tokens(50, name=2))  # still being answered
@@ -261,15 +326,13 @@ def test_new_weights_end_what_conversations_take():
 
 
 def test_conversations_that_pause_are_spread_and_come_back_to_where_they_were():
-    """They never run at the same time: by load alone all ranks are alike."""
-    fleet = by_delay(2)
+    """They never run at the same time: by load alone the first rank would get all of them."""
+    fleet = by_delay(2, deterministic=True)
     where = {}
     for name in range(6):
         where[name], request = fleet.ask(tokens(4, name=name))
         fleet.answer(request)
     assert sorted(where.values()) == [0, 0, 0, 1, 1, 1]
-    busy = [fleet.ask(tokens(2, name=50 + n)) for n in range(2)]  # so that recency is no help
-    assert sorted(rank for rank, _ in busy) == [0, 1]
     for name, rank in where.items():
         again, request = fleet.ask(tokens(4, name=name) + tokens(1, name=70 + name))
         assert again == rank
@@ -285,8 +348,50 @@ def test_a_short_conversation_comes_back_although_it_is_cheaper_elsewhere_by_who
     assert fleet.route(tokens(1, name=1) + tokens(1, name=2)) == rank
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_conversation_goes_on_whether_its_answer_is_cached_or_not(kept):
+    fleet = by_delay(1, generated_tokens=kept)
+    first, answered, asked = tokens(4, name=1), tokens(3, name=2), tokens(2, name=3)
+    fleet.tell(b"0", events(0, [CLEARED]))
+    _, request = fleet.ask(first)
+    whole = hashes(first + answered)
+    stored = whole if kept else whole[:4]
+    fleet.tell(b"0", events(1, stored))
+    fleet.answer(request)
+    conversations = fleet.core.fleet.router._by_delay._conversations
+    assert conversations.pausing(0) == 1
+    fleet.ask(first + answered + asked)
+    assert fleet.holders(first + answered)[0] == 7
+    assert conversations.pausing(0) == 0
+    assert conversations._tokens[0] == BLOCK * 9
+
+
+def test_where_only_first_blocks_are_read_nobody_is_waited_for():
+    """Nobody can tell what goes on with what: each turn would leave one more."""
+    fleet = by_delay(2, coordinator_policy="first_prefix_block")
+    for turn in range(1, 10):
+        fleet.answer(fleet.ask(tokens(turn, name=1))[1])
+    conversations = fleet.core.fleet.router._by_delay._conversations
+    assert (conversations.pausing(0), conversations.pausing(1)) == (0, 0)
+
+
+def test_a_session_that_is_moved_is_waited_for_where_it_went():
+    fleet = by_delay(2)
+    prompt = tokens(4, name=1)
+    rank, request = fleet.ask(prompt)
+    fleet.answer(request)
+    for name in range(2, 12):
+        other, request = fleet.ask(tokens(300, name=name))
+        if other != rank:
+            fleet.answer(request)  # the first one stays busy
+    moved, request = fleet.ask(prompt + tokens(1, name=50))
+    assert moved != rank
+    conversations = fleet.core.fleet.router._by_delay._conversations
+    assert conversations.paused_before(pack_hashes(hashes(prompt))) == []
+
+
 def test_a_rank_that_keeps_nothing_is_never_full_and_nobody_comes_back_to_it():
-    fleet = by_delay(2, total_blocks=100, eviction="ref_zero")
+    fleet = by_delay(2, {"total_blocks": 100, "eviction": "ref_zero"})
     _, request = fleet.ask(tokens(95, name=1))
     assert level(fleet, 0) == 0
     fleet.answer(request)
@@ -295,7 +400,7 @@ def test_a_rank_that_keeps_nothing_is_never_full_and_nobody_comes_back_to_it():
 
 
 def test_a_lost_rank_takes_its_conversations_with_it():
-    fleet = by_delay(2, total_blocks=100)
+    fleet = by_delay(2, {"total_blocks": 100})
     fleet.ask(tokens(97, name=1))
     fleet.tell(b"0", m.PeerLost())
     fleet.core.check_integrity()

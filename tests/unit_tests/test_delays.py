@@ -203,6 +203,17 @@ def test_a_prompt_waits_until_its_last_block_is_stored_or_it_is_answered():
     assert queued(fleet) == [0, 0]
 
 
+def test_a_request_that_is_refused_ends_no_other_s_prefill():
+    """Engines refuse at once, ahead of what waits."""
+    fleet = by_delay(1)
+    for name in (1, 2, 3):
+        fleet.ask(tokens(100, name=name))
+    _, refused = fleet.ask(tokens(50, name=4))
+    fleet.tell(b"0", m.EngineReply((m.Answer(refused, "FAILED", 0, 0, b"why"),)))
+    assert queued(fleet) == [300 * BLOCK]
+    assert fleet.core.fleet.router._by_delay._conversations.pausing(0) == 0
+
+
 def test_a_holder_computes_less_and_a_lost_rank_waits_for_nothing():
     fleet = by_delay(2)
     prompt = tokens(200)

@@ -23,6 +23,19 @@ def test_what_is_routed_before_is_prefilled_before_and_freed_once():
     queues.check_integrity({})
 
 
+def test_what_is_refused_leaves_the_others_waiting():
+    queues = PrefillQueues()
+    for request in (1, 2, 3):
+        queues.begin(0, request, 100, None)
+    queues.drop(0, 2)
+    queues.drop(0, 2)
+    assert queues.tokens(0) == 200
+    queues.check_integrity({1: 0, 3: 0})
+    queues.finish(0, 2)
+    queues.finish(0, 3)
+    queues.check_integrity({})
+
+
 def test_a_long_prompt_waits_less_with_every_chunk():
     queues = PrefillQueues()
     chain = pack_hashes(hashes(tokens(6, name=1)))

@@ -46,3 +46,5 @@ def test_a_length_that_nobody_knows_teaches_nothing(unknown):
 def test_one_who_lies_about_lengths_does_not_upset_it():
     honest = [16_000] * 300
     assert learned(*honest, *[2**60] * 5) == pytest.approx(3_000, rel=1 / 8)
+    assert learned(2**64 - 1, *[16_000] * 2_000) == pytest.approx(3_000, rel=1 / 8)
+    assert learned(*[2**64 - 1] * 300, *[16_000] * 20_000) == pytest.approx(3_000, rel=1 / 8)

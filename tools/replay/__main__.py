@@ -15,7 +15,7 @@ workloads (--workload):
 policies (--policies, separated by commas): NAME[:WEIGHT][@events|@history|@stock]
   relative:BETA, capacity:ALPHA, prefill_work and the core's other cost policies, with the signal
   longest_prefix, or first_prefix_block after "first+"; load_balanced
-  round_robin, random, consistent_hash, pinned, released:PLACES, work_batch
+  round_robin, random, consistent_hash, pinned, released:PLACES, work_batch, block_cost:WEIGHT
   and the sets quick, reference, betas, alphas, all
   @events: replicas tell of their caches; @history: what they hold is guessed from what was routed
   to them, and from their size; @stock: without their size. Without @: events, and history.

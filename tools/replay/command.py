@@ -4,10 +4,11 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from replay.experiment import compare
+from replay.experiment import Comparison, compare
 from replay.options import described, in_a_line, parser, setting_of
 from replay.policies import Conditions, UnknownPolicy, parse_policies
 from replay.table import as_json, summary, write_json
@@ -43,22 +44,33 @@ def _compare(args: argparse.Namespace, words: Sequence[str]) -> int:
     policies = parse_policies(args.policies, conditions)
     setting = setting_of(args)
     comparison = compare(setting, policies, args.quiet)
+    written = list(_write(args, words, comparison, described(setting)))
     print(f"{in_a_line(setting)}\n{summary(comparison)}")
+    for path in written:
+        _say_written(path)
+    return 0
+
+
+def _write(
+    args: argparse.Namespace,
+    words: Sequence[str],
+    comparison: Comparison,
+    setting: dict[str, Any],
+) -> Iterator[Path]:
+    """Files come first: who reads what is printed may stop at any time."""
     if args.json:
-        write_json(args.json, as_json(comparison, described(setting)))
-        _say_written(args.json)
+        write_json(args.json, as_json(comparison, setting))
+        yield args.json
     if args.html:
         from replay.pages import write_page
 
         line = shlex.join(["python", "tools/replay", *words])
-        write_page(args.html, comparison, described(setting), line)
-        _say_written(args.html)
+        write_page(args.html, comparison, setting, line)
+        yield args.html
     if args.pictures:
         from replay.plots import write_pictures
 
-        for path in write_pictures(args.pictures, comparison):
-            _say_written(path)
-    return 0
+        yield from write_pictures(args.pictures, comparison)
 
 
 def _claims(args: argparse.Namespace) -> int:
@@ -66,8 +78,8 @@ def _claims(args: argparse.Namespace) -> int:
 
     setting = setting_of(args)
     claims = check(setting, args.quiet)
-    print(claims_table(claims))
     write_json(args.claims, [claim.as_json() for claim in claims])
+    print(f"{in_a_line(setting)}\n{claims_table(claims)}")
     _say_written(args.claims)
     return 0
 

@@ -16,6 +16,7 @@ from replay.baselines import (
     RoundRobin,
     WorkTimesBatch,
 )
+from replay.block_cost import BlockCost
 from replay.core_route import CoreMaker
 from replay.released_scoring import ReleasedScoring
 from replay.routes import RouteMaker
@@ -43,7 +44,7 @@ _CACHELESS: dict[str, type[Baseline]] = {
     "pinned": Pinned,
 }
 
-BASELINES = frozenset([*_CACHELESS, "released", "work_batch"])
+BASELINES = frozenset([*_CACHELESS, "released", "work_batch", "block_cost"])
 """Kinds of policies that are not the coordinator's."""
 
 BETAS = ("0", "0.25", "0.5", "0.75", "1", "1.5", "2", "4")
@@ -63,8 +64,9 @@ SETS = {
     "alphas": tuple(f"capacity:{alpha}@events" for alpha in ALPHAS),
     "all": (
         "round_robin", "random", "load_balanced", "consistent_hash", "pinned", "released:256",
-        "work_batch", "prefill_work", "first+relative:1", "first+capacity:0.5",
-        "first+prefill_work", *(f"relative:{beta}" for beta in BETAS),
+        "work_batch", "block_cost", "prefill_work", "added_delay", "first+relative:1",
+        "first+capacity:0.5", "first+prefill_work", "first+added_delay",
+        *(f"relative:{beta}" for beta in BETAS),
         *(f"capacity:{alpha}" for alpha in ALPHAS),
     ),
 }  # fmt: skip
@@ -146,6 +148,9 @@ def _baseline(kind: str, number: float | None, way: str) -> RouteMaker | None:
     options: dict[str, Any] = {"sized": way != STOCK}
     if kind == "work_batch" and number is None:
         return BaselineMaker(WorkTimesBatch, way == EVENTS, options)
+    if kind == "block_cost":
+        options |= {} if number is None else {"weight": number}
+        return BaselineMaker(BlockCost, way == EVENTS, options)
     if kind == "released":
         options |= {} if number is None else {"max_requests": int(number)}
         return BaselineMaker(ReleasedScoring, way == EVENTS, options)
@@ -183,5 +188,5 @@ def _number(name: str, weight: str) -> float | None:
 
 def _what_there_is() -> str:
     costs = [*_SHORT, *(c.value for c in PrefixCachingCostPolicy if c not in _SHORT.values())]
-    names = [*_CACHELESS, "load_balanced", "released", "work_batch", *costs]
+    names = [*_CACHELESS, "load_balanced", "released", "work_batch", "block_cost", *costs]
     return f"there are {', '.join(names)}, first+ before a cost, and the sets {', '.join(SETS)}"

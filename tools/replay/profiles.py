@@ -68,8 +68,10 @@ def find_profile(name: str) -> Profile:
     if name in PROFILES:
         return PROFILES[name]
     try:
-        return Profile(**json.loads(Path(name).read_text())["profile"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        written = json.loads(Path(name).read_text())
+        # Earlier calibrations said beside the profile whether it agreed.
+        return Profile(**{"agrees": written.get("agrees", True)} | written["profile"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"--profile {name} is none of {', '.join(PROFILES)}, and no file that "
             f"tools/calibrate_replay.py --json wrote ({error})"

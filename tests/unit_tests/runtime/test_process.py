@@ -319,12 +319,14 @@ def test_engines_connect_anew_before_clients_would_to_one_that_stands_still(orph
         with started() as coordinator:
             link = CoordinatorLink(context, coordinator.address, b"engine")
             assert link.register(m.Register(1, "job", 0, 0, 8, 256, 100, "lru"), 10).rank == 0
-            os.kill(coordinator.process.pid, signal.SIGSTOP)
             deadline = time.monotonic() + sockets.CLIENT_PULSE.timeout_ms / 1000
-            while not link.check():
-                assert time.monotonic() < deadline, "the link does not have the engines' pulse"
-                time.sleep(0.01)
-            os.kill(coordinator.process.pid, signal.SIGCONT)
+            os.kill(coordinator.process.pid, signal.SIGSTOP)
+            try:
+                while not link.check():
+                    assert time.monotonic() < deadline, "the link does not have the engines' pulse"
+                    time.sleep(0.01)
+            finally:
+                os.kill(coordinator.process.pid, signal.SIGCONT)
     finally:
         context.destroy(linger=0)
 

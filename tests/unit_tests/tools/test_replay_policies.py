@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
 from replay.arrivals import Arrivals, Load
 from replay.baselines import ConsistentHash, Pinned, RoundRobin, WorkTimesBatch
+from replay.block_cost import BlockCost
 from replay.figures import measure
 from replay.generator import Shape, rollouts
 from replay.options import SHARED
@@ -116,6 +117,33 @@ def test_work_times_batch_weighs_new_and_queued_tokens_by_the_batch():
     fleet[0].add(first, 0.0)
     assert place(route, request(10, scope=2)) == [1]  # 160 * 1 < (160 + 640) * 2
     assert place(route, request(41)) == [1]  # queued prefill outweighs what is cached there
+
+
+def test_block_cost_adds_blocks_to_prefill_and_blocks_in_use():
+    fleet = replicas(2)
+    route = BlockCost(fleet, 0, False)
+    first = request(40)
+    assert place(route, first) == [0]
+    fleet[0].add(first, 0.0)
+    assert place(route, request(20, scope=2)) == [1]  # 20 + 20 < (20 + 40) + (20 + 40)
+    fleet[0].queued, fleet[1].queued = 0, 0
+    assert place(route, request(41)) == [0]  # 1 + 41 in use, where others would need 41 + 61
+    again = request(41)
+    assert route._not_in_use(0, again.hashes) == 0  # shared blocks are in use once
+    assert route._not_in_use(1, again.hashes) == 41
+    first.replica = 0
+    route.answered(0, [first], 1.0)
+    assert route._not_in_use(0, again.hashes) == 0
+    assert len(route._in_use[0]) == 41
+
+
+@pytest.mark.parametrize(("weight", "chosen"), [(1.0, 1), (2.0, 0)])
+def test_the_weight_is_that_of_blocks_to_prefill(weight, chosen):
+    """30 of 40 blocks are on a replica that has 50 others in use: 10 w + 90 against 40 w + 40."""
+    route = BlockCost(replicas(2), 0, False, weight=weight)
+    for busy in (request(30), request(50, scope=2)):
+        route.note_placed(busy, 0)
+    assert place(route, request(40)) == [chosen]
 
 
 # --- whole runs --------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
 
 from megatron.core.inference.coordinator.conversations import Conversations
-from megatron.core.inference.coordinator.delays import Delays, Found
+from megatron.core.inference.coordinator.delays import Delays
 from megatron.core.inference.coordinator.hashing import HASH_BYTES, expected_skip
 from megatron.core.inference.coordinator.index import PrefixIndex
 from megatron.core.inference.coordinator.ledger import Ledger, RequestRecord
@@ -19,7 +19,6 @@ from megatron.core.inference.coordinator.standing import Standing
 
 FEW_HOLDERS = 32
 """Holders up to which each is looked at; of more, the first is soon met in the order of all."""
-
 
 ANSWER_BLOCKS = 64
 """Blocks of an answer after which the conversation is still known, where engines keep answers."""
@@ -114,13 +113,21 @@ class ByDelay:
                 found = delays.best(new, limit, lambda n, slots=slots: slots & index.slot(n))  # type: ignore[misc]
             if found is not None and (best is None or found <= best):
                 best, deepest = found, depth
-        if groups:
-            slots, depth = groups[-1]
-            found = self._own(hashes[: depth * HASH_BYTES], slots, self._missing(record, depth))
-            if found is not None and (best is None or found <= best):
-                best, deepest = found, depth
+        if not groups:
+            assert best is not None
+            return number_of(best[1]), deepest
+        slots, depth = groups[-1]
+        held = hashes[: depth * HASH_BYTES]
+        own = [n for n in self._conversations.paused_before(held) if slots & index.slot(n)]
+        found = delays.best_own(own, self._missing(record, depth), limit)
+        if found is not None and (best is None or found <= best):
+            best, deepest = found, depth
         assert best is not None
-        return number_of(best[1]), deepest
+        chosen = number_of(best[1])
+        if len(own) == 1 and chosen not in own:
+            self._conversations.leave(own[0], held)
+            self.update(self._ranks.get(own[0]))  # type: ignore[arg-type]
+        return chosen, deepest
 
     def _prepare(self, record: RequestRecord) -> None:
         """What has changed with the time, or with this request."""
@@ -129,12 +136,6 @@ class ByDelay:
         if self._charge.learn(self._missing(record, 0)):
             self._delays.request_charge = self._charge.tokens
             self._update_all()
-
-    def _own(self, held: bytes, slots: int, new: int) -> Found | None:
-        """The best of those where the request's own conversation pauses."""
-        ranks = self._conversations.paused_before(held)
-        ranks = [number for number in ranks if slots & self._index.slot(number)]
-        return self._delays.best_own(ranks, new, self._limit)
 
     def begin(self, record: RequestRecord, rank: Rank, held: bytes) -> None:
         """A request is given to a rank; `update` has to follow.
@@ -149,19 +150,20 @@ class ByDelay:
         new = self._missing(record, len(held) // HASH_BYTES)
         if new > self._block_size:
             self._queues.begin(rank.number, record.request_id, new, record.chain)
-        if record.chain is not None and rank.retains:
+        if record.chain is not None and self._knows_conversations(rank):
             tokens = max(record.prompt_tokens, record.blocks * self._block_size)
             self._conversations.begin(
                 rank.number, record.chain, held=held, new=new, tokens=tokens, now=record.came
             )
 
-    def end(self, record: RequestRecord, now: float) -> None:
-        """A request is answered, or taken from its rank; `update` has to follow."""
+    def end(self, record: RequestRecord, now: float, completed: bool) -> None:
+        """A request is answered, or refused, or taken from its rank; `update` has to follow."""
         if record.rank is None:
             return
-        self._queues.finish(record.rank, record.request_id)
+        leave = self._queues.finish if completed else self._queues.drop
+        leave(record.rank, record.request_id)
         if record.chain is not None:
-            self._conversations.end(record.rank, record.chain, now)
+            self._conversations.end(record.rank, record.chain, now, completed)
 
     def stored(self, rank: Rank, chains: Sequence[bytes]) -> bool:
         """A rank has stored these packed chains; whether `update` has to follow."""
@@ -180,7 +182,12 @@ class ByDelay:
         )
         queues.check_integrity({r.request_id: r.rank for r in ledger if r.rank is not None})
         chains = [(r.rank, r.chain) for r in ledger if r.rank in live and r.chain is not None]
-        conversations.check_integrity(Counter(c for c in chains if live[c[0]].retains))
+        known = (chain for chain in chains if self._knows_conversations(live[chain[0]]))
+        conversations.check_integrity(Counter(known))
+
+    def _knows_conversations(self, rank: Rank) -> bool:
+        """Where only first blocks are read, nobody can tell what goes on with what."""
+        return rank.retains and not self._first_block_only
 
     def _missing(self, record: RequestRecord, depth: int) -> int:
         """Tokens that a rank which holds so many blocks would have to compute of a prompt."""

@@ -26,8 +26,12 @@ _PATIENCE = 4.0
 """Usual pauses for which a conversation is waited for: of pauses as spread as those of agents
 (lognormal, sigma 0.7), 98 % are shorter."""
 
-_FIRST_PAUSE, _LONGEST_WAIT = 30.0, 300.0
-"""Seconds: the usual pause before any is known, and the most that a conversation is waited for."""
+_FIRST_PAUSE = 30.0
+"""Seconds: the usual pause before any is known."""
+
+_SHORTEST_WAIT, _LONGEST_WAIT = 20.0, 300.0
+"""Seconds that a conversation is waited for. Longer pauses than that are never seen, so that a wait
+as short as the pauses of a while would never become longer again."""
 
 _LEARNING = 1 / 64
 """Weight of the latest pause in the usual one."""
@@ -40,16 +44,20 @@ class _Conversation:
     Attributes:
         rank: Number of the rank.
         chain: Packed hash of the last full block of its latest prompt.
+        length: Tokens of that prompt.
         tokens: What it takes of the rank's cache.
         running: Requests with this prompt that the rank has not answered.
         ended: When it answered the latest one, seconds.
+        stale: What is cached of it is of no use any more.
     """
 
     rank: int
     chain: bytes
+    length: int
     tokens: int = 0
     running: int = 0
     ended: float = 0.0
+    stale: bool = False
 
 
 class Conversations:
@@ -65,7 +73,8 @@ class Conversations:
         self._capacity: dict[int, int | None] = {}
         self._tokens: dict[int, int] = {}
         self._pausing: dict[int, int] = {}  # how many
-        self._known: dict[bytes, dict[int, _Conversation]] = {}
+        self._known: dict[int, dict[bytes, _Conversation]] = {}
+        self._where: dict[bytes, dict[int, None]] = {}  # ranks, by chain
         # Those that pause, by when that began; by rank and chain.
         self._order: dict[tuple[int, bytes], _Conversation] = {}
         self._pause = _FIRST_PAUSE
@@ -81,15 +90,16 @@ class Conversations:
         """
         self.drop_rank(rank)
         self._capacity[rank], self._tokens[rank], self._pausing[rank] = capacity, 0, 0
+        self._known[rank] = {}
 
     def drop_rank(self, rank: int) -> None:
-        """A rank is gone, if it was there, and its cache with it; takes a step for each chain."""
+        """A rank is gone, if it was there, and its cache with it; a step for each of its chains."""
         if rank not in self._capacity:
             return
-        for chain in [chain for chain, ranks in self._known.items() if rank in ranks]:
+        for chain in list(self._known[rank]):
             self._order.pop((rank, chain), None)
             self._remove(rank, chain)
-        del self._capacity[rank], self._tokens[rank], self._pausing[rank]
+        del self._capacity[rank], self._tokens[rank], self._pausing[rank], self._known[rank]
 
     def level(self, rank: int) -> int:
         """From 0 to `FULL`: how full a rank's cache is of conversations that go on."""
@@ -112,7 +122,16 @@ class Conversations:
             held: Packed hashes of what some rank holds of the prompt.
         """
         chain = self._latest(held)
-        return [rank for rank, c in self._known.get(chain, {}).items() if not c.running]
+        return [rank for rank in self._where.get(chain, ()) if (rank, chain) in self._order]
+
+    def leave(self, rank: int, held: bytes) -> None:
+        """The conversation that pauses on a rank, and that a prompt goes on with, goes elsewhere.
+
+        Args:
+            rank: Its number; one of those that `paused_before` names.
+            held: The same as there.
+        """
+        self._forget(self._order[rank, self._latest(held)])
 
     def begin(
         self, rank: int, chain: bytes, *, held: bytes, new: int, tokens: int, now: float
@@ -127,46 +146,52 @@ class Conversations:
             tokens: The prompt's length.
             now: Seconds.
         """
-        earlier = self._known.get(self._latest(held), {}).get(rank)
-        if earlier is not None and not earlier.running:
+        known = self._known[rank]
+        earlier = known.get(self._latest(held))
+        if earlier is not None and not earlier.running and earlier.chain != chain:
             # A request that is tried again came before others ended: that was no pause.
             self._pause += _LEARNING * (max(0.0, now - earlier.ended) - self._pause)
-            new += earlier.tokens
+            # What was answered meanwhile may be cached, and takes of it as well.
+            new = earlier.tokens + max(new, tokens - earlier.length)
             self._forget(earlier)
-        ranks = self._known.setdefault(chain, {})
-        conversation = ranks.get(rank)
+        conversation = known.get(chain)
         if conversation is None:
-            conversation = ranks[rank] = _Conversation(rank, chain)
+            conversation = known[chain] = _Conversation(rank, chain, tokens)
+            self._where.setdefault(chain, {})[rank] = None
         elif not conversation.running:
             self._wake(conversation)
+        conversation.stale = False
         grown = min(tokens, conversation.tokens + new) - conversation.tokens
         conversation.tokens += grown
         self._tokens[rank] += grown
         conversation.running += 1
 
-    def end(self, rank: int, chain: bytes, now: float) -> None:
-        """A rank has answered a prompt, or was relieved of it."""
-        conversation = self._known.get(chain, {}).get(rank)
+    def end(self, rank: int, chain: bytes, now: float, completed: bool = True) -> None:
+        """A rank has answered a prompt, or has nothing of it (`completed` is False)."""
+        conversation = self._known.get(rank, {}).get(chain)
         if conversation is None:  # of the rank's last life
             return
         conversation.running -= 1
         conversation.ended = now
-        if not conversation.running:
-            self._order[rank, chain] = conversation
-            self._pausing[rank] += 1
+        if conversation.running:
+            return
+        self._order[rank, chain] = conversation
+        self._pausing[rank] += 1
+        if conversation.stale or not completed:
+            self._forget(conversation)
 
     def clear(self) -> None:
-        """What is cached is of no use to anybody any more."""
+        """What is cached is of no use to anybody any more; a step for each conversation."""
         for conversation in list(self._order.values()):
             self._forget(conversation)
-        for ranks in self._known.values():
-            for conversation in ranks.values():
-                self._tokens[conversation.rank] -= conversation.tokens
-                conversation.tokens = 0
+        for rank, known in self._known.items():
+            self._tokens[rank] = 0
+            for conversation in known.values():
+                conversation.tokens, conversation.stale = 0, True
 
     def expire(self, now: float) -> set[int]:
         """Give up who has paused for too long; returns the ranks that had such."""
-        since = now - min(_PATIENCE * self._pause, _LONGEST_WAIT)
+        since = now - min(max(_PATIENCE * self._pause, _SHORTEST_WAIT), _LONGEST_WAIT)
         ranks = set()
         while self._order:
             conversation = next(iter(self._order.values()))
@@ -180,7 +205,7 @@ class Conversations:
         """The last of these hashes with which a conversation's latest prompt ends, if one does."""
         for end in range(len(held), max(0, len(held) - self._looked_at), -HASH_BYTES):
             chain = held[end - HASH_BYTES : end]
-            if chain in self._known:
+            if chain in self._where:
                 return chain
         return b""
 
@@ -195,10 +220,11 @@ class Conversations:
         self._remove(conversation.rank, conversation.chain)
 
     def _remove(self, rank: int, chain: bytes) -> None:
-        ranks = self._known[chain]
+        del self._known[rank][chain]
+        ranks = self._where[chain]
         del ranks[rank]
         if not ranks:
-            del self._known[chain]
+            del self._where[chain]
 
     def check_integrity(self, running: Mapping[tuple[int, bytes], int]) -> None:
         """Compare what is counted with the requests.
@@ -209,8 +235,10 @@ class Conversations:
         Raises:
             AssertionError: Something differs.
         """
-        assert all(self._known.values()), "a chain of nobody"
-        every = [c for ranks in self._known.values() for c in ranks.values()]
+        every = [c for known in self._known.values() for c in known.values()]
+        where = {(rank, chain) for chain, ranks in self._where.items() for rank in ranks}
+        assert where == {(c.rank, c.chain) for c in every}, "a chain is elsewhere"
+        assert all(self._where.values()), "a chain of nobody"
         assert {(c.rank, c.chain): c.running for c in every if c.running} == running
         pausing = {(c.rank, c.chain) for c in every if not c.running}
         assert self._order.keys() == pausing, "a conversation neither runs nor pauses"

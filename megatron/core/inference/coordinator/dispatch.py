@@ -61,11 +61,11 @@ class Dispatcher:
         """A rank's answer to a request that it has in flight goes to whoever asked."""
         record = self._ledger.finish(answer.request_id)
         in_window = self._router.compare(record, rank, answer)
-        self._router.settle(record, now)
+        completed = answer.status == "COMPLETED"
+        self._router.settle(record, now, completed=completed)
         if record.client is not None:
             effects.append(m.Send(record.client, m.Reply(record.client_request_id, answer.body)))
         if self._settings.trace:
-            completed = answer.status == "COMPLETED"
             trace = _trace(record, m.Outcome.ANSWERED if completed else m.Outcome.FAILED)
             trace.predicted_tokens = record.predicted_tokens
             trace.cached_tokens, trace.in_window = answer.cached_tokens, in_window
@@ -93,7 +93,7 @@ class Dispatcher:
         again = []
         missed = frozenset(undelivered)
         for record in self._ledger.of_rank(rank.number):
-            self._router.settle(record, now)
+            self._router.settle(record, now, completed=False)
             tried = record.request_id not in missed
             record.attempts += tried
             if record.message is not None and record.attempts <= self._limits.max_retries:
@@ -115,7 +115,7 @@ class Dispatcher:
 
         Args:
             clock: Seconds, without those in which the fleet was paused.
-            orderly: It said so itself, and had answered what it had: no news while nobody waits.
+            orderly: It drains, or left with nothing unanswered: no news while nobody waits.
         """
         waiting = self._ledger.waiting
         for record in waiting:

@@ -36,16 +36,20 @@ class PrefillQueues:
         self._tokens[rank] = self._tokens.get(rank, 0) + new
 
     def finish(self, rank: int, request: int) -> None:
-        """A request left its rank, or its prompt is computed."""
+        """A request's prompt is computed, and with it what was routed there before."""
         queue = self._queues.get(rank, {})
-        if request not in queue:
-            return
-        for earlier in list(queue):
-            self._tokens[rank] -= queue.pop(earlier)[0]
-            if earlier == request:
-                break
-        if not queue:
-            del self._queues[rank], self._tokens[rank]
+        if request in queue:
+            waiting = list(queue)
+            for earlier in waiting[: waiting.index(request) + 1]:
+                self.drop(rank, earlier)
+
+    def drop(self, rank: int, request: int) -> None:
+        """A request left its rank, e.g. refused: what was routed there before waits as it did."""
+        queue = self._queues.get(rank, {})
+        if request in queue:
+            self._tokens[rank] -= queue.pop(request)[0]
+            if not queue:
+                del self._queues[rank], self._tokens[rank]
 
     def stored(self, rank: int, chains: Sequence[bytes], block_size: int) -> bool:
         """A rank has stored blocks; returns whether its queue is shorter now.

@@ -104,12 +104,18 @@ class Router:
         self._lead_burst(record, rank)
         return rank
 
-    def settle(self, record: RequestRecord, now: float) -> None:
-        """The request is finished: what was held for it is given back."""
+    def settle(self, record: RequestRecord, now: float, *, completed: bool) -> None:
+        """The request is finished: what was held for it is given back.
+
+        Args:
+            record: The request.
+            now: Seconds.
+            completed: It was answered; if not, it was refused, or its rank is lost.
+        """
         if record.lease is not None:
             self._index.release(record.lease, now)
         if self._by_delay is not None:
-            self._by_delay.end(record, now)
+            self._by_delay.end(record, now, completed)
         rank = self._ranks.get(record.rank) if record.rank is not None else None
         if rank is not None:
             self._note_load(rank)
