@@ -176,6 +176,10 @@ def test_a_profile_is_found_by_name_or_in_the_file_of_a_calibration(tmp_path):
     file.write_text(json.dumps({"profile": asdict(TRUE), "checks": []}))
     assert find_profile(str(file)) == TRUE
     assert find_profile("strict") is PROFILES["strict"]
+    file.write_text(
+        json.dumps({"profile": {"name": "cpu", **dict.fromkeys(TIMES, 1e-3)}, "agrees": False})
+    )
+    assert not find_profile(str(file)).agrees  # as earlier calibrations wrote it
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"profile": {"name": "cpu", "steps": 1}}'])

@@ -329,13 +329,15 @@ def test_a_profile_whose_check_did_not_agree_is_called_so(tmp_path, capsys):
         assert doubt != agrees
 
 
-def test_who_has_read_enough_ends_it_without_a_traceback():
+def test_who_has_read_enough_ends_it_without_a_traceback_and_has_the_files(tmp_path):
     command = [sys.executable, "-W", "ignore", str(TOOL), *SMALL, "--policies", "pinned"]
+    command += ["--json", str(tmp_path / "a.json")]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 1
+    assert "pinned" in json.loads((tmp_path / "a.json").read_text())["policies"]
 
 
 def test_it_runs_as_a_folder():
