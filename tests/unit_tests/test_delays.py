@@ -237,7 +237,7 @@ def test_what_a_request_costs_is_learned_from_prompts_and_all_ranks_follow():
     fleet = by_delay(3)
     router = fleet.core.fleet.router._by_delay
     fleet.route(tokens(1000, name=1))
-    assert router._delays.request_charge == 750
+    assert router._delays.request_charge == 880
     for name in range(2, 400):
         fleet.answer(fleet.ask(tokens(4, name=name))[1])
         fleet.core.check_integrity()

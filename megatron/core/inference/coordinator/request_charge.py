@@ -1,10 +1,10 @@
 """What one more request costs a rank, for `added_delay`; learned from the prompts."""
 
-SHARE = 3 / 16
+SHARE = 0.22
 """Of the usual prompt. A request that decodes makes every step longer by the time to read its
 context, for others, and theirs for it. With the profile of issue 6 (.03 us a token, and 66.7 us to
-prefill one) and answers of 300 tokens that is up to 2 * 300 * .03 / 66.7 = .27. In replay .15 to .2
-do; less leaves ranks idle when few sessions are left, more has later first tokens."""
+prefill one) and answers of 300 tokens that is up to 2 * 300 * .03 / 66.7 = .27. In replay .15 to
+.25 do; less leaves ranks idle when few sessions are left, more has later first tokens."""
 
 LEAST = 100
 """Tokens; also the charge before any prompt is known."""

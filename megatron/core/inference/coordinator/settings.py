@@ -47,7 +47,7 @@ class RoutingSettings(Settings):
             "(fraction - beta * (load - mean) / max(1, mean)), free_capacity_weighted "
             "(alpha * fraction + (1 - alpha) * free places / max_requests), prefill_work "
             "(-(blocks not cached) * (1 + load)) or added_delay (-(queued + new + new * min(mean "
-            "load, 64) * 3 / 16 + max(100, usual prompt * 3 / 16) * (load + pausing / 2) + 5 * "
+            "load, 64) * 3 / 16 + max(100, .22 * usual prompt) * (load + pausing / 2) + 5 * "
             "evicted), in tokens of prefill). The highest score wins.",
         ),
     )
