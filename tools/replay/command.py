@@ -4,15 +4,20 @@ import argparse
 import os
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from replay.advice import advice
 from replay.experiment import Comparison, compare
 from replay.options import described, in_a_line, parser, setting_of
 from replay.policies import Conditions, UnknownPolicy, parse_policies
 from replay.table import as_json, summary, write_json
 from replay.workload import InputError
+
+_WIDTH = 100
+"""Of what is said in words, characters."""
 
 
 def main(description: str | None, argv: Sequence[str] | None = None) -> int:
@@ -45,9 +50,10 @@ def _compare(args: argparse.Namespace, words: Sequence[str]) -> int:
     setting = setting_of(args)
     comparison = compare(setting, policies, args.quiet)
     written = list(_write(args, words, comparison, described(setting)))
-    print(f"{in_a_line(setting)}\n{summary(comparison)}")
-    for path in written:
-        _say_written(path)
+    print(f"{in_a_line(setting)}\n{summary(comparison)}\n")
+    for paragraph in advice(comparison):
+        print(textwrap.fill(paragraph, _WIDTH, break_long_words=False, break_on_hyphens=False))
+    _say_written(*written)
     return 0
 
 
@@ -84,5 +90,5 @@ def _claims(args: argparse.Namespace) -> int:
     return 0
 
 
-def _say_written(path: Path) -> None:
-    print(f"\nwritten: {path}")
+def _say_written(*paths: Path) -> None:
+    print("".join(f"\nwritten: {path}" for path in paths))

@@ -131,10 +131,12 @@ def _variants(name: str, conditions: Conditions) -> Iterator[Policy]:
     kind, weight = kind_of(name), base.partition(":")[2]
     if knows not in ("", EVENTS, HISTORY, STOCK):
         raise UnknownPolicy(f"{name}: after @ stands {EVENTS}, {HISTORY} or {STOCK}")
-    if kind in _CACHELESS and not weight and not knows:
+    if knows and kind in ("load_balanced", *_CACHELESS):
+        raise UnknownPolicy(f"{name}: to {kind} caches make no difference; leave out @{knows}")
+    if kind in _CACHELESS and not weight:
         yield Policy(base, BaselineMaker(_CACHELESS[kind]), False)
         return
-    if kind == "load_balanced" and not weight and not knows:
+    if kind == "load_balanced" and not weight:
         routing = {"coordinator_policy": PrefixCachingCoordinatorPolicy.LOAD_BALANCED}
         yield Policy(base, _core(routing, HISTORY, conditions), False)
         return

@@ -112,7 +112,11 @@ def read_reference(folder: Path, seed: int) -> Workload:
     try:
         spec: dict[str, Any] = json.loads(path.read_text())
         order = spec["group_order"][str(seed)]
-    except (OSError, ValueError, KeyError) as error:
+    except OSError as error:
+        raise InputError(
+            f"{path}: cannot be read ({error.strerror}); --path names its folder"
+        ) from None
+    except (ValueError, KeyError) as error:
         raise InputError(f"{path}: no group order for seed {seed} ({error!r})") from None
     known = {s.name: s for s in read_swebench(folder / "swebench_gemini3").sessions}
     sessions: list[Session] = []

@@ -65,8 +65,8 @@ def summary(comparison: Comparison) -> str:
         f"skip {comparison.bound:.3f} of the prompt tokens"
     )
     return (
-        f"{head}\n\n{aligned(rows(comparison))}\n\nWhat the columns are stands on the page that "
-        "--html writes, and in docs/choosing-a-policy.md."
+        f"{head}\n\n{aligned(rows(comparison))}\n\n"
+        "What the columns are: docs/choosing-a-policy.md, or the page that --html writes."
     )
 
 

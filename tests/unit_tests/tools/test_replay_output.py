@@ -278,7 +278,10 @@ def test_the_command_writes_what_it_was_asked_for(tmp_path, capsys):
     files += ["--pictures", str(tmp_path / "pictures")]
     policies = ["--policies", "pinned,relative:0.5,load_balanced", "--seeds", "0,1"]
     assert main("", [*SMALL, *policies, *files]) == 0
-    assert "relative:0.5@history" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "relative:0.5@history" in printed
+    assert "\nUse relative:0.5@" in printed
+    assert "\nHow sure: " in printed
     written = json.loads((tmp_path / "a.json").read_text())
     assert set(written["policies"]) == {
         "pinned", "relative:0.5@events", "relative:0.5@history", "load_balanced",

@@ -64,6 +64,8 @@ def test_a_name_without_a_way_to_know_caches_means_both():
         ("relative@guess", "after @ stands events, history or stock"),
         ("prefill_work:2", "prefill_work has no weight"),
         ("pinned:3", "there is no policy 'pinned:3'"),
+        ("pinned@events", "to pinned caches make no difference; leave out @events"),
+        ("load_balanced@stock", "to load_balanced caches make no difference"),
     ],
 )
 def test_an_unknown_policy_is_refused(name, message):
