@@ -18,6 +18,15 @@ def affinity(tmp_path_factory) -> tuple[Run, Served, int]:
 
 
 @pytest.fixture(scope="session")
+def added_delay(tmp_path_factory) -> tuple[Run, Served]:
+    """The same with the cost policy that goes by queues and conversations."""
+    with serve(tmp_path_factory.mktemp("added_delay"), f"{FLAG}-cost-policy=added_delay") as served:
+        run = hold_conversations(served.urls)
+        served.stop()
+    return run, served
+
+
+@pytest.fixture(scope="session")
 def reference(tmp_path_factory) -> tuple[Run, Served]:
     """One engine without prefix caching."""
     folder = tmp_path_factory.mktemp("reference")

@@ -36,6 +36,16 @@ def test_predicted_and_real_skip_agree_within_a_block_for_every_request(affinity
     assert sum(record["cached_tokens"] for record in records) > 0
 
 
+def test_added_delay_keeps_the_promise_too(added_delay, reference):
+    run, served = added_delay
+    assert run.answers == reference[0].answers
+    assert run.share >= 0.9
+    records = served.schedule["records"]
+    assert {record["rank_index"] for record in records} == {0, 1}
+    assert all(r["predicted_tokens"] == r["cached_tokens"] for r in records if not r["in_window"])
+    assert "longest_prefix weighed by added_delay" in served.log
+
+
 def test_ctrl_c_ends_every_process_within_5_seconds_and_without_a_traceback(affinity):
     _, served, code = affinity
     assert code == 130
