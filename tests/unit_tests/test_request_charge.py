@@ -48,3 +48,4 @@ def test_one_who_lies_about_lengths_does_not_upset_it():
     assert learned(*honest, *[2**60] * 5) == pytest.approx(3_520, rel=1 / 8)
     assert learned(2**64 - 1, *[16_000] * 2_000) == pytest.approx(3_520, rel=1 / 8)
     assert learned(*[2**64 - 1] * 300, *[16_000] * 20_000) == pytest.approx(3_520, rel=1 / 8)
+    assert learned(*[2**64 - 1] * 20_000) < 2**30  # and what ranks are ordered by stays in its bits

@@ -12,9 +12,9 @@ LEAST = 100
 _LATEST = 256
 """Prompts of which about the usual one is the mean."""
 
-_LONGEST, _FIRST_LONGEST = 4, 100_000
-"""Times the usual one that a prompt counts at most, and tokens while there is none: what clients
-say of lengths is not checked."""
+_LONGEST, _FIRST_LONGEST, _MOST = 4, 100_000, 2**30
+"""Times the usual one that a prompt counts at most, tokens while there is none, and tokens in any
+case: what clients say of lengths is not checked."""
 
 _STEP = 1 / 8
 """The charge changes by no less than this share, since all ranks are ordered anew then."""
@@ -37,7 +37,7 @@ class RequestCharge:
         if prompt_tokens <= 0:
             return False
         self._seen = min(self._seen + 1, _LATEST)
-        counted = min(prompt_tokens, _LONGEST * self._usual or _FIRST_LONGEST)
+        counted = min(prompt_tokens, _LONGEST * self._usual or _FIRST_LONGEST, _MOST)
         self._usual += (counted - self._usual) / self._seen
         charge = max(LEAST, int(SHARE * self._usual))
         if abs(charge - self.tokens) < _STEP * self.tokens:
