@@ -294,7 +294,7 @@ def make_registered(linked: bool = True) -> tuple[DummyEngine, DummyLink]:
     if linked:
         engine.end.registration = REGISTRATION
     else:
-        engine.end.subscriber = SimpleNamespace(receive=lambda give_up: link.drain())
+        engine.end.member = SimpleNamespace(receive=lambda give_up: link.drain())
     return engine, link
 
 
@@ -396,7 +396,7 @@ def test_a_connection_that_broke_is_registered_on_anew_and_what_was_running_is_d
     """What was on its way is lost, whether or not the coordinator has noticed."""
     engine, link = make_registered()
     published: list[list[list[bytes]]] = []
-    engine.end.publisher = SimpleNamespace(publish=published.append)
+    engine.end.leader = SimpleNamespace(publish=lambda told, give_up: published.append(told))
     link.say(submit(1), submit(2))
     engine.schedule_requests()
     for _ in range(2):  # at once again: the first registration may be lost as well
@@ -541,7 +541,7 @@ def test_who_wants_to_leave_and_is_no_part_of_the_fleet_just_leaves(broke):
     """Its connection broke, or the coordinator knows it no more; others have its requests."""
     engine, link = make_registered()
     published: list[list[list[bytes]]] = []
-    engine.end.publisher = SimpleNamespace(publish=published.append)
+    engine.end.leader = SimpleNamespace(publish=lambda told, give_up: published.append(told))
     link.say(submit(1))
     engine.end.leaving = True
     assert not left(engine)
@@ -792,7 +792,7 @@ def test_an_engine_that_runs_without_a_coordinator_is_left_alone():
 
 def test_ranks_without_a_link_answer_nobody_and_forget_as_well():
     engine, link = make_engine(linked=False)
-    engine.end.subscriber = SimpleNamespace(receive=lambda give_up: link.drain())
+    engine.end.member = SimpleNamespace(receive=lambda give_up: link.drain())
     engine.refuses = {3}
     link.say(
         submit(1, detokenize=True),

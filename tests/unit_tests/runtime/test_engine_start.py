@@ -88,14 +88,18 @@ def make_groups(dp: int = 1, tp: int = 1, ep: int = 1) -> list[SimpleNamespace]:
 @pytest.fixture(autouse=True)
 def _made_up_groups(monkeypatch) -> None:
     monkeypatch.setattr(engine_start, "get_pg_rank", lambda group: group.rank)
-    monkeypatch.setattr(engine_start, "get_pg_size", lambda group: len(group.ranks))
+    monkeypatch.setattr(engine_start, "get_pg_size", lambda group: len(group.ranks) if group else 1)
     monkeypatch.setattr(engine_start, "get_pg_src_rank", lambda group: group.ranks[0])
     monkeypatch.setattr(
         torch.distributed,
         "broadcast_object_list",
         lambda box, src, group: group.broadcast(box, src),
     )
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(
+        torch.distributed,
+        "all_gather_object",
+        lambda found, value, group: found.__setitem__(slice(None), [value] * len(group.ranks)),
+    )
     monkeypatch.setattr(engine_step, "_released_bookkeep", released_bookkeep)
     monkeypatch.setattr(engine_endings, "_released_reset", released_reset)
     monkeypatch.setattr(engine_start, "_REGISTER_SECONDS", 5.0)
@@ -352,11 +356,31 @@ def test_a_coordinator_that_cannot_start_ends_the_start(monkeypatch):
 @pytest.mark.parametrize("hostname", [None, "127.0.0.1"])
 def test_without_a_host_name_it_is_the_address_within_the_job(hostname, processes, monkeypatch):
     monkeypatch.setattr(engine_start, "job_address", lambda: "127.0.0.7")
+    with started([DummyEngine(*make_groups())], hostname=hostname):
+        assert processes[0].settings.host == (hostname or "127.0.0.7")
+
+
+@pytest.mark.parametrize("machines", [["one", "one"], ["one", "another"]])
+def test_a_group_meets_in_a_folder_on_one_machine_and_with_keys_between_two(machines, monkeypatch):
+    monkeypatch.setattr(
+        torch.distributed,
+        "all_gather_object",
+        lambda found, value, group: found.__setitem__(slice(None), machines),
+    )
     engines = [DummyEngine(groups) for groups in make_groups(tp=2)]
-    with started(engines, hostname=hostname):
-        host = hostname or "127.0.0.7"
-        assert processes[0].settings.host == host
-        assert engines[0].end.publisher.address.startswith(f"tcp://{host}:")
+    with (
+        running() as live,
+        started(
+            engines,
+            hostname="127.0.0.1",
+            launch_inference_coordinator=False,
+            inference_coordinator_port=live.port,
+        ),
+    ):
+        invitation = engines[0].end.leader.invitation
+        apart = len(set(machines)) > 1
+        assert invitation.address.startswith("tcp://127.0.0.1:" if apart else "ipc:///")
+        assert (invitation.credentials is not None) is apart
 
 
 def test_a_model_parallel_group_sees_the_same_and_answers_once():
@@ -385,23 +409,20 @@ def test_a_model_parallel_group_sees_the_same_and_answers_once():
     assert [engine.end.cache.epoch for engine in engines] == [1] * 4
 
 
-@pytest.mark.parametrize(
-    ("world", "ep", "expected"), [(1, 1, []), (2, 1, ["world"]), (2, 2, ["ep", "world"])]
-)
+@pytest.mark.parametrize(("world", "ep", "expected"), [(1, 1, 0), (2, 1, 1), (2, 2, 2)])
 def test_barriers_are_made_for_groups_of_more_than_one(world, ep, expected, processes, monkeypatch):
-    made: dict[int, list[tuple[str, str]]] = {}
+    opened = []
 
-    class Communicator:
-        def __init__(self, context: zmq.Context, process_group: Group | None, hostname: str):
-            assert not context.closed
-            name = "world" if process_group is None else "ep"
-            made.setdefault(threading.get_ident(), []).append((name, hostname))
+    def channel(group: Group, host: str) -> object | None:
+        assert host == "127.0.0.1"
+        if len(group.ranks) == 1:
+            return None
+        opened.append(group)
+        return SimpleNamespace(close=lambda: None)
 
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr(engine_start, "AsyncZMQCommunicator", Communicator)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world)
+    monkeypatch.setattr(engine_start, "_channel", channel)
+    everybody = SimpleNamespace(ranks=range(world))
+    monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=everybody))
     engines = [DummyEngine(groups) for groups in make_groups(dp=world, ep=ep)]
     with started(engines, hostname="127.0.0.1"):
         assert [(engine.ep_world_size, engine.ep_rank) for engine in engines] == [
@@ -409,8 +430,9 @@ def test_barriers_are_made_for_groups_of_more_than_one(world, ep, expected, proc
         ]
         for engine in engines:
             assert (engine.context.ep_communicator is not None) is (ep > 1)
-    assert list(made.values()) == [[(name, "127.0.0.1") for name in expected]] * len(made)
-    assert len(made) == (world if expected else 0)
+            assert hasattr(engine, "world_zmq_communicator") is (world > 1)
+    assert len(opened) == world * expected
+    assert opened.count(everybody) == (world if world > 1 else 0)
 
 
 # --- a coordinator that is there already --------------------------------------------------------

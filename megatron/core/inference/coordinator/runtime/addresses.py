@@ -2,6 +2,8 @@
 
 import os
 import socket
+import tempfile
+from pathlib import Path
 
 _LOOPBACK = "127.0.0.1"
 
@@ -20,6 +22,16 @@ def job_address() -> str:
     if address is None or address.startswith("127."):
         return next(iter(other_addresses()), socket.getfqdn())
     return address
+
+
+def machine() -> str:
+    """Names what this process shares with others: the same kernel, and the same temporary folder.
+
+    Containers on one machine share the kernel alone.
+    """
+    kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    folder = os.stat(tempfile.gettempdir())
+    return f"{kernel} {folder.st_dev} {folder.st_ino}"
 
 
 def _address_towards(host: str) -> str | None:

@@ -13,10 +13,7 @@ from megatron.core.inference.coordinator.runtime import wire
 from megatron.core.inference.coordinator.runtime.engine_cache import EngineCache
 from megatron.core.inference.coordinator.runtime.engine_signals import signals_towards
 from megatron.core.inference.coordinator.runtime.eventlog import EventLog
-from megatron.core.inference.coordinator.runtime.group_channel import (
-    GroupPublisher,
-    GroupSubscriber,
-)
+from megatron.core.inference.coordinator.runtime.group_channel import GroupLeader, GroupMember
 from megatron.core.inference.coordinator.runtime.link import CoordinatorLink
 from megatron.core.inference.coordinator.runtime.process import CoordinatorProcess
 
@@ -37,8 +34,8 @@ class EngineEnd:
 
     Attributes:
         link: The socket to the coordinator; None on ranks that have none.
-        publisher: To the other ranks of the model-parallel group, on its first rank.
-        subscriber: From the first rank, on the others.
+        leader: This rank leads its model-parallel group, which has more ranks.
+        member: This rank is another one of such a group.
         inbox: Messages drained and not handled yet, in order.
         cache: The engine's prefix cache.
         wants_text: Ids of requests whose replies must hold text.
@@ -57,8 +54,8 @@ class EngineEnd:
     def __init__(self, cache: EngineCache):
         self.cache = cache
         self.link: CoordinatorLink | None = None
-        self.publisher: GroupPublisher | None = None
-        self.subscriber: GroupSubscriber | None = None
+        self.leader: GroupLeader | None = None
+        self.member: GroupMember | None = None
         self.inbox: deque[m.FromCoordinator] = deque()
         self.wants_text: set[int] = set()
         self.process: CoordinatorProcess | None = None
@@ -72,8 +69,8 @@ class EngineEnd:
 
     def drain(self) -> list[list[bytes]]:
         """The messages of this step, the same on every rank of a model-parallel group."""
-        if self.subscriber is not None:
-            return self.subscriber.receive(give_up=lambda: self.ending)
+        if self.member is not None:
+            return self.member.receive(give_up=lambda: self.ending)
         assert self.link is not None
         broke = not self.ending and self.link.check()
         messages = self.link.drain()
@@ -82,8 +79,8 @@ class EngineEnd:
             messages.append(_REGISTER_AGAIN)
         if self.leaving and not self.drained:
             self._ask_to_drain(self.link, messages)
-        if self.publisher is not None:
-            self.publisher.publish(messages)
+        if self.leader is not None:
+            self.leader.publish(messages, give_up=lambda: self.ending)
         return messages
 
     def reply(self, answers: list[m.Answer]) -> None:

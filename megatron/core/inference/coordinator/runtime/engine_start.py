@@ -11,19 +11,16 @@ from typing import Any
 
 import torch
 import zmq
-from megatron.core.inference.engines.async_zmq_communicator import AsyncZMQCommunicator
 from megatron.core.utils import get_asyncio_loop, get_pg_rank, get_pg_size, get_pg_src_rank
 
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.lifecycle import FleetState
 from megatron.core.inference.coordinator.runtime import keys
-from megatron.core.inference.coordinator.runtime.addresses import job_address
+from megatron.core.inference.coordinator.runtime.addresses import job_address, machine
 from megatron.core.inference.coordinator.runtime.engine_cache import EngineCache
 from megatron.core.inference.coordinator.runtime.engine_end import EngineEnd
-from megatron.core.inference.coordinator.runtime.group_channel import (
-    GroupPublisher,
-    GroupSubscriber,
-)
+from megatron.core.inference.coordinator.runtime.group_channel import GroupLeader, GroupMember
+from megatron.core.inference.coordinator.runtime.group_votes import GroupVotes
 from megatron.core.inference.coordinator.runtime.link import GRACE_SECONDS, CoordinatorLink
 from megatron.core.inference.coordinator.runtime.process import (
     CoordinatorProcess,
@@ -198,21 +195,31 @@ def _from_first(value: tuple, group: Any) -> tuple:
     return box[0]
 
 
+def _channel(group: Any, host: str) -> GroupLeader | GroupMember | None:
+    """This rank's end of a channel between the ranks of a group; None if it is alone there."""
+    if get_pg_size(group) == 1:
+        return None
+    machines: list = [None] * get_pg_size(group)
+    torch.distributed.all_gather_object(machines, machine(), group=group)
+    rank, leader = get_pg_rank(group), None
+    if rank == 0:
+        leader = GroupLeader(len(machines) - 1, host if len(set(machines)) > 1 else None)
+    (invitation,) = _from_first((leader and leader.invitation,), group)
+    if leader is None:
+        return GroupMember(invitation, rank)
+    leader.wait_for_members()
+    return leader
+
+
 def _join_group(engine: Any, end: EngineEnd, host: str) -> None:
     """Connect the ranks of a model-parallel group, if there is more than one."""
-    group = engine.pg_collection.mp
-    others = get_pg_size(group) - 1
-    if not others:
-        return
-    if engine.is_mp_coordinator:
-        end.publisher = GroupPublisher(engine.zmq_context, host, others)
-        engine.zmq_sockets.append(end.publisher.socket)
-    (address,) = _from_first((end.publisher and end.publisher.address,), group)
-    if end.publisher is not None:
-        end.publisher.wait_for_subscribers()
+    channel = _channel(engine.pg_collection.mp, host)
+    if isinstance(channel, GroupLeader):
+        end.leader = channel
     else:
-        end.subscriber = GroupSubscriber(engine.zmq_context, address)
-        engine.zmq_sockets.append(end.subscriber.socket)
+        end.member = channel
+    if channel is not None:
+        engine.zmq_sockets.append(channel)  # the released shutdown closes them
 
 
 def _register(
@@ -249,12 +256,12 @@ def _connect_barriers(engine: Any, host: str) -> None:
     engine.ep_world_size = get_pg_size(engine.pg_collection.ep)
     engine._ep_consensus_loop_counter = 0
     engine._last_ep_consensus = (0, False)
-    if engine.ep_world_size > 1:
-        engine.expert_parallel_zmq_communicator = AsyncZMQCommunicator(
-            engine.zmq_context, process_group=engine.pg_collection.ep, hostname=host
-        )
-        engine.context.set_ep_zmq_communicator(engine.expert_parallel_zmq_communicator)
-    if torch.distributed.get_world_size() > 1:
-        engine.world_zmq_communicator = AsyncZMQCommunicator(
-            engine.zmq_context, process_group=None, hostname=host
-        )
+    experts = _channel(engine.pg_collection.ep, host)
+    if experts is not None:
+        votes = GroupVotes(experts, engine.ep_world_size)
+        engine.expert_parallel_zmq_communicator = votes
+        engine.context.set_ep_zmq_communicator(votes)
+    world = torch.distributed.group.WORLD
+    everybody = _channel(world, host)
+    if everybody is not None:
+        engine.world_zmq_communicator = GroupVotes(everybody, get_pg_size(world))
