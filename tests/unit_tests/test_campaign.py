@@ -56,6 +56,7 @@ class Row:
     Attributes:
         client: Who waits for it; None once he is gone.
         size: Bytes of its bodies.
+        owner: Whose places it takes.
         peer: The engine that has it; None while it waits.
         request_id: What that engine knows it by.
         tries: How many engines got it.
@@ -64,6 +65,7 @@ class Row:
 
     client: bytes | None
     size: int
+    owner: bytes
     peer: bytes | None = None
     request_id: int | None = None
     tries: int = 0
@@ -178,11 +180,15 @@ class Campaign:
 
     def submitted(self, peer, message):
         limits, size = self.limits, sum(row.size for row in self.rows.values())
-        full = len(self.rows) >= limits.max_inflight_requests
-        if full or (self.rows and size + message.size > limits.max_inflight_bytes):
+        own = [row.size for row in self.rows.values() if row.owner == peer]
+        places = limits.max_inflight_requests - len(self.rows)
+        room = limits.max_inflight_bytes - size
+        full = places <= 0 or (self.rows and message.size > room)
+        unfair = len(own) >= 9 * places or sum(own) + message.size > 9 * room
+        if full or (own and unfair):
             self.refused = message.client_request_id
         else:
-            self.rows[message.client_request_id] = Row(peer, message.size)
+            self.rows[message.client_request_id] = Row(peer, message.size, peer)
 
     def logged(self, log):
         self.met[log.event] += 1

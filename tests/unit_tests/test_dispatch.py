@@ -1,5 +1,7 @@
 """Requests admitted, given to ranks and answered: exact effects of every message."""
 
+from dataclasses import replace
+
 import pytest
 from builders import (
     BLOCK,
@@ -319,6 +321,61 @@ def test_a_stranger_is_told_to_connect_before_it_is_told_of_the_load():
     fleet = Fleet(1, max_inflight_requests=1)
     fleet.submit("a")
     assert sends(fleet.tell(OTHER, submission("b")))[0].message.code == "not_connected"
+
+
+# --- places are shared between users --------------------------------------------------------------
+
+
+def take_all(fleet, owner, most=1000):
+    """How many requests a user gets in who sends as many as are taken."""
+    for number in range(most):
+        message = replace(submission(f"{owner} {number}"), owner=owner)
+        if any(isinstance(e.message, m.RequestError) for e in sends(fleet.tell(CLIENT, message))):
+            return number
+    return most
+
+
+def test_who_takes_all_that_he_gets_leaves_a_tenth_to_others():
+    fleet = Fleet(1, max_inflight_requests=100)
+    assert take_all(fleet, "greedy") == 90
+    (refused, _) = fleet.tell(CLIENT, replace(submission("more"), owner="greedy"))
+    assert refused.message.text == (
+        "the fleet has 1260 bytes in 90 requests, 1260 bytes in 90 requests of this user's, who "
+        "may have no more, waiting or in flight; send it again later"
+    )
+    assert take_all(fleet, "modest", most=5) == 5
+    assert take_all(fleet, "greedy") == 0
+
+
+def test_two_who_take_all_that_they_get_end_with_as_much_each():
+    fleet = Fleet(1, max_inflight_requests=400)
+    take_all(fleet, "first")
+    take_all(fleet, "second")
+    ledger = fleet.core.fleet.ledger
+    for _ in range(600):  # the eldest is answered, and both want the place
+        eldest = next(iter(ledger))
+        fleet.tell(b"0", replies(eldest.request_id))
+        take_all(fleet, "first")
+        take_all(fleet, "second")
+    first, second = (ledger.share(owner).requests for owner in ("first", "second"))
+    assert abs(first - second) <= 18  # what one place that gets free or is taken makes
+    assert first + second >= 360
+
+
+def test_bytes_are_shared_as_well():
+    fleet = Fleet(1, max_inflight_bytes=1400)  # 100 requests of 14 bytes
+    assert take_all(fleet, "greedy") == 90
+    assert take_all(fleet, "modest", most=5) == 5
+    assert take_all(fleet, "greedy") == 0
+
+
+def test_without_a_name_the_client_is_the_user():
+    fleet = Fleet(1, max_inflight_requests=100)
+    assert take_all(fleet, "") == 90
+    fleet.tell(OTHER, make_connect())
+    assert len(sends(fleet.tell(OTHER, submission("mine")))) == 1
+    assert fleet.core.fleet.ledger.share(OTHER).requests == 1
+    fleet.core.check_integrity()
 
 
 # --- a limit for each rank -----------------------------------------------------------------------

@@ -22,6 +22,7 @@ from megatron.core.inference.coordinator.hashing import (
     block_hashes,
     checked_hashes,
     expected_skip,
+    masked,
     pack_hashes,
     packed_block_hashes,
 )
@@ -119,6 +120,20 @@ def test_equal_blocks_behind_different_prefixes_differ():
     one, two = block_hashes([1, 9, 9], 1), block_hashes([2, 9, 9], 1)
     assert len({*one, *two}) == 6
     assert block_hashes([1, 9, 5], 1)[:2] == one[:2]
+
+
+@given(st.lists(TOKEN, max_size=200), st.integers(1, 5), st.integers(0, 2**63 - 1))
+def test_salted_hashes_are_the_hashes_under_a_mask_and_back(prompt, block_size, salt):
+    plain = block_hashes(prompt, block_size)
+    salted = np.frombuffer(packed_block_hashes(prompt, block_size, salt), "<i8").tolist()
+    assert salted == masked(plain, salt)
+    assert masked(salted, salt) == plain
+    assert all(0 < each < 2**63 for each in salted)
+
+
+def test_the_hash_that_equals_the_salt_stays_itself():
+    (plain,) = block_hashes([1], 1)
+    assert packed_block_hashes([1], 1, plain) == pack_hashes([plain])
 
 
 # --- text ----------------------------------------------------------------------------------------

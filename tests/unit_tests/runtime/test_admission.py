@@ -12,6 +12,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.coordinator.runtime.admission import (
     RequestRefused,
     check_log_probs,
+    checked_salt,
     checked_sampling,
     checked_tokens,
 )
@@ -235,3 +236,11 @@ def test_prompt_log_probs_need_the_logits_of_the_prompt(wanted, skipped, only_la
             check_log_probs(asked, only_last)
     else:
         check_log_probs(asked, only_last)
+
+
+@pytest.mark.parametrize("salt", [-1, 2**63, "7", 1.0, True, None])
+def test_a_salt_that_is_none_is_refused(salt):
+    with pytest.raises(RequestRefused, match=r"^cache_salt must be a whole number from 0"):
+        checked_salt(salt)
+    assert checked_salt(0) == 0
+    assert checked_salt(2**63 - 1) == 2**63 - 1

@@ -16,7 +16,12 @@ import pytest
 import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron.core.inference.coordinator.hashing import block_hashes, rekeyed
+from megatron.core.inference.coordinator.hashing import (
+    HASH_BYTES,
+    block_hashes,
+    packed_block_hashes,
+    rekeyed,
+)
 from megatron.core.inference.coordinator.kv_events import BREAK, CLEARED, Change, segments
 
 BLOCK = 16
@@ -35,11 +40,11 @@ class Rig:
         self.answers: dict[int, list[int]] = {}
         self._epoch = 0
 
-    def add(self, prompt, **sampling) -> int:
+    def add(self, prompt, salt: int = 0, **sampling) -> int:
         request_id = next(self.engine.request_counter)
         self.engine.add_request(request_id, prompt, SamplingParams(**(GREEDY | sampling)))
         if self.cache is not None:
-            self.cache.take(self.engine.get_request(request_id))
+            self.cache.take(self.engine.get_request(request_id), salt)
         return request_id
 
     def step(self) -> None:
@@ -52,8 +57,8 @@ class Rig:
         while self.engine.has_unfinished_requests():
             self.step()
 
-    def ask(self, prompt) -> list[int]:
-        request_id = self.add(prompt)
+    def ask(self, prompt, salt: int = 0) -> list[int]:
+        request_id = self.add(prompt, salt)
         self.run()
         return self.answers[request_id]
 
@@ -92,6 +97,42 @@ def suspended(engine, mode: str):
         engine.resume()
 
     return around() if mode else contextlib.nullcontext()
+
+
+# --- salted prefixes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keeps_generated", [False, True])
+def test_only_requests_with_the_same_salt_find_each_others_blocks(
+    keeps_generated, cpu_engine, recomputed
+):
+    rig = Rig(cpu_engine(), keeps_generated=keeps_generated)
+    skipped = []
+    history = list(PROMPT)
+    for salt in (0, 7, 2**63 - 1, 7, 0):
+        before = rig.engine._prefill_tokens_skipped
+        answer = rig.ask(PROMPT, salt)
+        assert answer == recomputed(PROMPT, answer)
+        skipped.append(rig.engine._prefill_tokens_skipped - before)
+        history = PROMPT + answer
+    full = len(PROMPT) // BLOCK * BLOCK
+    assert skipped == [0, 0, 0, full, full]
+    before = rig.engine._prefill_tokens_skipped
+    rig.ask(history + list(b" and of"), 5)
+    assert rig.engine._prefill_tokens_skipped == before
+
+
+def test_events_name_the_hashes_that_a_client_with_the_salt_routes_by(cpu_engine, new_weights):
+    rig = Rig(cpu_engine())
+    rig.ask(PROMPT, 7)
+    told = rig.cache.events().events[HASH_BYTES:]  # behind what says that all was cleared
+    assert told == packed_block_hashes(PROMPT, BLOCK, 7)
+    assert told != packed_block_hashes(PROMPT, BLOCK)
+    new_weights()
+    rig.update()
+    rig.cache.events()
+    rig.ask(PROMPT, 7)
+    assert rig.cache.events().events == told
 
 
 # --- weight updates ------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ TO_COORDINATOR = [
     (m.SubmitRequest(5, 9, b"s", b"p", b"h"), [20, 5, 9], [b"s", b"p", b"h"]),
     (m.SubmitRequest("five", -1, b"s", b"p", None), [20, "five", -1], [b"s", b"p"]),
     (m.SubmitRequest(b"5", 0, b"", b"", b""), [20, b"5", 0], [b"", b"", b""]),
+    (m.SubmitRequest(5, 9, b"s", b"p", b"h", "key"), [20, 5, 9, "key"], [b"s", b"p", b"h"]),
     (m.EngineReply(()), [21, []], []),
     (
         m.EngineReply(ANSWERS),

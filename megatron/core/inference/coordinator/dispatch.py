@@ -8,6 +8,10 @@ from megatron.core.inference.coordinator.ranks import Rank, Ranks
 from megatron.core.inference.coordinator.router import Router
 from megatron.core.inference.coordinator.settings import CoordinatorSettings
 
+_SHARE = 9
+"""How much one owner may have of what is free: a tenth of the fleet stays free for others, and two
+who take all that they get have as much (Choudhury and Hahne 1998, dynamic thresholds)."""
+
 
 class Dispatcher:
     """Gives requests to ranks and answers to clients.
@@ -38,7 +42,7 @@ class Dispatcher:
         self, client: bytes, message: m.SubmitRequest, now: float, clock: float
     ) -> list[m.Effect]:
         """A client asks for something: admit it, if there is room, and give it to a rank."""
-        refusal = self._overloaded(message.size)
+        refusal = self._overloaded(message.owner or client, message.size)
         if refusal is not None:
             error = m.RequestError(message.client_request_id, m.ErrorCode.OVERLOADED, refusal)
             return [m.Send(client, error), m.Log("request_refused", warning=True, peer=client)]
@@ -168,13 +172,23 @@ class Dispatcher:
         self._ledger.finish(record.request_id)
         return [_trace(record, outcome)] if self._settings.trace else []
 
-    def _overloaded(self, size: int) -> str | None:
+    def _overloaded(self, owner: bytes | str, size: int) -> str | None:
         """Why a request of this many bytes cannot be taken; None if it can."""
         limits, ledger = self._limits, self._ledger
-        if len(ledger) >= limits.max_inflight_requests:
+        places = limits.max_inflight_requests - len(ledger)
+        room = limits.max_inflight_bytes - ledger.size
+        share = ledger.share(owner)
+        if places <= 0:
             full = f"{len(ledger)} requests"
-        elif len(ledger) and ledger.size + size > limits.max_inflight_bytes:
+        elif len(ledger) and size > room:
             full = f"{ledger.size} bytes in {len(ledger)} requests"
+        elif share.requests and (
+            share.requests >= _SHARE * places or share.size + size > _SHARE * room
+        ):
+            full = (
+                f"{ledger.size} bytes in {len(ledger)} requests, {share.size} bytes in "
+                f"{share.requests} requests of this user's, who may have no more,"
+            )
         else:
             return None
         return f"the fleet has {full} waiting or in flight; send it again later"

@@ -16,7 +16,7 @@ import numpy as np
 HASH_BYTES = 8
 """Bytes of one packed hash: a little-endian int64."""
 
-_LARGEST_HASH = 2**63 - 1
+LARGEST_HASH = 2**63 - 1
 _FEW = 64
 """Hashes up to which Python's own set finds duplicates faster than a numpy sort."""
 
@@ -37,8 +37,10 @@ def block_hashes(tokens: Sequence[int] | np.ndarray, block_size: int) -> list[in
     return hashes
 
 
-def packed_block_hashes(tokens: Sequence[int] | np.ndarray, block_size: int) -> bytes:
-    """`pack_hashes(block_hashes(tokens, block_size))`, without the list in between."""
+def packed_block_hashes(
+    tokens: Sequence[int] | np.ndarray, block_size: int, salt: int = 0
+) -> bytes:
+    """`pack_hashes(masked(block_hashes(tokens, block_size), salt))`, without the lists between."""
     full = len(tokens) // block_size * block_size
     if full == 0:
         return b""
@@ -52,7 +54,10 @@ def packed_block_hashes(tokens: Sequence[int] | np.ndarray, block_size: int) -> 
         digest = sha256(digest + block).digest()
         digests.append(digest)
     words = np.frombuffer(b"".join(digests), "<u8")[::4]
-    return (words % np.uint64(_LARGEST_HASH) + np.uint64(1)).tobytes()
+    hashes = words % np.uint64(LARGEST_HASH) + np.uint64(1)
+    if salt:
+        hashes = np.where(hashes == np.uint64(salt), hashes, hashes ^ np.uint64(salt))
+    return hashes.tobytes()
 
 
 def epoch_mask(epoch: int) -> int:
@@ -62,22 +67,36 @@ def epoch_mask(epoch: int) -> int:
     """
     if epoch == 0:
         return 0
-    digest = hashlib.sha256(epoch.to_bytes(8, "little", signed=True)).digest()
-    return int.from_bytes(digest[:8], "little") & _LARGEST_HASH
+    return mask_of(epoch.to_bytes(8, "little", signed=True))
+
+
+def mask_of(name: bytes) -> int:
+    """A mask, or salt, in [0, 2^63 - 1]: the first 8 bytes of SHA256(name), the top bit cleared."""
+    return int.from_bytes(hashlib.sha256(name).digest()[:8], "little") & LARGEST_HASH
 
 
 def rekeyed(hashes: Sequence[int], epoch: int) -> list[int]:
     """Block hashes as keys of a weight epoch, or such keys as block hashes: its own inverse.
 
-    Two epochs share no key of the same block, so KV of one can never be found under the other. On
-    [1, 2^63 - 1] this is a bijection: the hash that equals the mask stays itself, where the xor
-    would give 0. The engine's 0 (no parent) and -1 (no hash) are never masked.
+    Two epochs share no key of the same block, so KV of one can never be found under the other.
 
     Args:
         hashes: Block hashes, or keys of this epoch.
         epoch: The weight epoch.
     """
-    mask = epoch_mask(epoch)
+    return masked(hashes, epoch_mask(epoch))
+
+
+def masked(hashes: Sequence[int], mask: int) -> list[int]:
+    """Block hashes under a mask, or a salt: its own inverse.
+
+    On [1, 2^63 - 1] this is a bijection: the hash that equals the mask stays itself, where the xor
+    would give 0. The engine's 0 (no parent) and -1 (no hash) are never masked.
+
+    Args:
+        hashes: Block hashes, masked or not.
+        mask: In [0, 2^63 - 1]; 0 changes nothing.
+    """
     return [h if h <= 0 or h == mask else h ^ mask for h in hashes]
 
 

@@ -29,6 +29,7 @@ class RequestRecord:
         client_request_id: The client's name for it.
         message: What the client sent, as long as it may have to be sent again.
         size: Bytes of the message's bodies.
+        owner: Whose places it takes: the client's identity, or the name that the client gave.
         rank: Number of the rank that has it; None while it waits.
         attempts: How many ranks it was given to and lost with.
         deadline: When to give up waiting for a rank, where there is none.
@@ -47,6 +48,7 @@ class RequestRecord:
     client_request_id: Any
     message: SubmitRequest | None
     size: int = 0
+    owner: bytes | str = b""
     rank: int | None = None
     attempts: int = 0
     deadline: float = 0.0
@@ -62,12 +64,26 @@ class RequestRecord:
     came: float = 0.0
 
 
+@dataclass(slots=True)
+class Share:
+    """What one owner has waiting or in flight.
+
+    Attributes:
+        requests: How many.
+        size: Bytes of their bodies.
+    """
+
+    requests: int = 0
+    size: int = 0
+
+
 class Ledger:
     """Every request that is waiting or in flight."""
 
     def __init__(self):
         self._next_id = 0
         self._bytes = 0
+        self._shares: dict[bytes | str, Share] = {}
         self._records: dict[int, RequestRecord] = {}
         self._waiting: dict[int, RequestRecord] = {}
         self._by_rank: dict[int, dict[int, RequestRecord]] = {}
@@ -100,6 +116,10 @@ class Ledger:
         """Requests in flight."""
         return len(self._records) - len(self._waiting)
 
+    def share(self, owner: bytes | str) -> Share:
+        """What an owner has waiting or in flight; to be read only."""
+        return self._shares.get(owner) or Share()
+
     def load(self, rank: int) -> int:
         """Requests that a rank has and has not answered."""
         return len(self._by_rank.get(rank, ()))
@@ -109,12 +129,10 @@ class Ledger:
         record = RequestRecord(self._next_id, client, message.client_request_id, message)
         record.prompt_tokens = message.prompt_tokens
         record.size = message.size
+        record.owner = message.owner or client
         record.arrival = self._next_id
         record.came = now
-        self._bytes += record.size
-        self._next_id += 1
-        self._records[record.request_id] = record
-        self._waiting[record.request_id] = record
+        self._open(record)
         self._by_client.setdefault(client, {})[record.request_id] = record
         return record
 
@@ -144,7 +162,7 @@ class Ledger:
         if record is None:
             raise LedgerError(f"request {request_id} is unknown or finished")
         self._waiting.pop(request_id, None)
-        self._bytes -= record.size
+        self._count(record, -1)
         if record.rank is not None:
             _take(self._by_rank, record.rank, request_id)
         if record.client is not None:
@@ -162,9 +180,7 @@ class Ledger:
         self.finish(record.request_id)
         record.request_id = self._next_id
         record.rank = record.lease = None
-        self._bytes += record.size
-        self._next_id += 1
-        self._records[record.request_id] = self._waiting[record.request_id] = record
+        self._open(record)
         if record.client is not None:
             self._by_client.setdefault(record.client, {})[record.request_id] = record
 
@@ -190,6 +206,21 @@ class Ledger:
         """What a rank has in flight, in the order of assignment."""
         return list(self._by_rank.get(rank, {}).values())
 
+    def _open(self, record: RequestRecord) -> None:
+        """A record waits under the next number."""
+        self._next_id += 1
+        self._records[record.request_id] = self._waiting[record.request_id] = record
+        self._count(record, 1)
+
+    def _count(self, record: RequestRecord, one: int) -> None:
+        """Count a record in, or out with -1."""
+        self._bytes += one * record.size
+        share = self._shares.setdefault(record.owner, Share())
+        share.requests += one
+        share.size += one * record.size
+        if not share.requests:
+            del self._shares[record.owner]
+
     def check_integrity(self) -> None:
         """Compare every view with the records.
 
@@ -198,6 +229,11 @@ class Ledger:
         """
         records = self._records
         assert self._bytes == sum(record.size for record in records.values())
+        shares: dict[bytes | str, Share] = {}
+        for record in records.values():
+            share = shares.setdefault(record.owner, Share())
+            share.requests, share.size = share.requests + 1, share.size + record.size
+        assert self._shares == shares
         assert all(number == record.request_id for number, record in records.items())
         assert self._waiting == {i: r for i, r in records.items() if r.rank is None}
         for views, key in ((self._by_rank, "rank"), (self._by_client, "client")):

@@ -97,6 +97,7 @@ class SubmitRequest:
         sampling: Packed sampling parameters.
         prompt: Packed prompt: text or token ids.
         hashes: Packed block hashes; None means not hashed, empty means no full block.
+        owner: Whom the client asks for, e.g. the holder of an API key; empty: for itself.
     """
 
     client_request_id: Any
@@ -104,6 +105,7 @@ class SubmitRequest:
     sampling: Body
     prompt: Body
     hashes: bytes | None = None
+    owner: str = ""
 
     @property
     def size(self) -> int:

@@ -134,7 +134,8 @@ class FleetSettings(Settings):
         default=100_000,
         metadata=about(
             "Requests waiting or in flight in the whole fleet, beyond which new ones are refused "
-            "(HTTP 429).",
+            "(HTTP 429). One user (an API key, else an address or a client) gets at most nine "
+            "tenths of it, and less when others are there.",
             minimum=1,
         ),
     )

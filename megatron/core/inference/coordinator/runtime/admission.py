@@ -10,6 +10,8 @@ from typing import Any
 
 from megatron.core.inference.sampling_params import SamplingParams
 
+from megatron.core.inference.coordinator.hashing import LARGEST_HASH
+
 _COLDEST = 1e-5
 """Below this a temperature means greedy: logits divided by it would overflow."""
 
@@ -107,6 +109,17 @@ def check_log_probs(params: SamplingParams, only_last_logits: bool) -> None:
             "this engine computes no log probabilities of prompt tokens: ask with "
             "skip_prompt_log_probs, or start it with --return-log-probs"
         )
+
+
+def checked_salt(salt: Any) -> int:
+    """Check what a request's block hashes are to be masked with.
+
+    Raises:
+        RequestRefused: It is no such number.
+    """
+    if type(salt) is not int or not 0 <= salt <= LARGEST_HASH:
+        raise RequestRefused("cache_salt must be a whole number from 0 to 2^63 - 1")
+    return salt
 
 
 def _number(params: SamplingParams, name: str, lowest: float, highest: float) -> float:

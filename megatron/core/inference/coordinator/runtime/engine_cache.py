@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.inference.engines.dynamic_engine import EngineState
 
 from megatron.core.inference.coordinator import messages as m
-from megatron.core.inference.coordinator.hashing import block_hashes, rekeyed
+from megatron.core.inference.coordinator.hashing import block_hashes, masked, rekeyed
 from megatron.core.inference.coordinator.runtime.kv_reporter import KvReporter
 
 
@@ -20,12 +20,14 @@ class Found:
         key_epoch: Weight epoch of the keys that its blocks are looked up and registered under.
         skipped: Prompt tokens whose prefill was skipped.
         event_number: How many cache events there had been when it was scheduled; -1 before.
+        salt: What its block hashes are masked with, so that only requests with the same find them.
     """
 
     key_epoch: int
     request: Any = None
     skipped: int = 0
     event_number: int = -1
+    salt: int = 0
 
 
 class EngineCache:
@@ -51,10 +53,16 @@ class EngineCache:
             self._release = context.release_memory_blocks_from_request_indexes
             context.release_memory_blocks_from_request_indexes = self._keep_and_release
 
-    def take(self, request: Any) -> None:
-        """A request is new in the engine: give its hashes the keys of the present epoch."""
-        self.found[request.request_id] = Found(self.epoch, request)
-        request.precomputed_block_hashes = rekeyed(request.precomputed_block_hashes, self.epoch)
+    def take(self, request: Any, salt: int = 0) -> None:
+        """A request is new in the engine: give its hashes the keys of the present epoch.
+
+        Args:
+            request: The engine's request.
+            salt: See `Found`.
+        """
+        self.found[request.request_id] = Found(self.epoch, request, salt=salt)
+        hashes = masked(request.precomputed_block_hashes, salt)
+        request.precomputed_block_hashes = rekeyed(hashes, self.epoch)
 
     def leave(self, request_id: int) -> Found:
         """A request has ended: what it found."""
@@ -109,17 +117,18 @@ class EngineCache:
         ):
             found = self.found.get(request_id)
             if found is not None and found.request is not None and found.key_epoch == self.epoch:
-                self._keep_generated(row, found.request)
+                self._keep_generated(row, found)
         self._release(rows)
 
-    def _keep_generated(self, row: int, request: Any) -> None:
+    def _keep_generated(self, row: int, found: Found) -> None:
+        request = found.request
         context, size = self._context, self._context.block_size_tokens
         computed = int(context.request_kv_length_offsets[row] + context.request_query_lengths[row])
         tokens = [*request.prompt_tokens.tolist(), *request.generated_tokens][:computed]
         known = len(request.precomputed_block_hashes)
         if len(tokens) // size <= known or known != len(request.prompt_tokens) // size:
             return
-        keys = rekeyed(block_hashes(tokens, size), self.epoch)
+        keys = rekeyed(masked(block_hashes(tokens, size), found.salt), self.epoch)
         registered = context.kv_block_allocator.kv_hash_to_block_id
         new = [n for n in range(known, len(keys)) if keys[n] not in registered]
         blocks = context.request_to_kv_block_ids[row].tolist()

@@ -87,6 +87,7 @@ def _take_request(engine: Any, end: EngineEnd, message: m.EngineRequest) -> None
         sampling = wire.unpack(message.sampling)
         vocab_size = engine.controller.vocab_size
         params = admission.checked_sampling(sampling, vocab_size)
+        salt = admission.checked_salt(sampling.get(released.CACHE_SALT, 0))
         admission.check_log_probs(params, engine.materialize_only_last_token_logits)
         prompt = wire.unpack(message.prompt)
         tokens = prompt
@@ -103,7 +104,7 @@ def _take_request(engine: Any, end: EngineEnd, message: m.EngineRequest) -> None
     engine.add_request(request_id, tokens, params)
     request = engine.get_request(request_id)
     if request.status is not Status.FAILED:  # else it is answered already
-        end.cache.take(request)
+        end.cache.take(request, salt)
     if isinstance(prompt, str) and request_id in engine.requests:
         engine.get_request(request_id).prompt = prompt
 

@@ -24,6 +24,9 @@ _SUBMIT_REQUEST = _beginning(4, Header.SUBMIT_REQUEST)
 _REPLIES = _beginning(2, Header.ENGINE_REPLY)
 _REPLY = _beginning(3, Header.ENGINE_REPLY)
 
+CACHE_SALT = "cache_salt"
+"""Sampling parameter by which a client keeps its prefixes apart from those of others."""
+
 DETOKENIZE = "detokenize"
 """Extra sampling parameter: the engine end is to put `generated_text` into the reply."""
 

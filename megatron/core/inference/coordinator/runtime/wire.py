@@ -136,7 +136,8 @@ class _Layout:
         self._looked_into = bodies if looked_into is None else looked_into
         self._names = names
         known = [field.name for field in fields(message)]
-        self._in_metadata, self._in_bodies = known[: len(types)], known[len(types) :]
+        self._in_metadata = known[: len(types)]
+        self._in_bodies = known[len(types) : len(types) + bodies]
 
     def decode(self, items: list[Any], bodies: list[Any]) -> Any:
         if tuple(map(type, items)) not in self._accepted or len(bodies) not in self._counts:
@@ -184,7 +185,6 @@ def _expect_types(items: Sequence[Any], types: Sequence[Any]) -> None:
 
 _TO = [
     _Layout(Header.CONNECT, m.Connect, (int, bool)),
-    _Layout(Header.SUBMIT_REQUEST, m.SubmitRequest, (_ID, int), 3, 1, looked_into=2, names=(0,)),
     _Layout(Header.REGISTER, m.Register, (int, str, int, int, int, int, int, str), names=(1, 7)),
     _Layout(Header.KV_EVENTS, m.KvEvents, (int, int, int), 1, looked_into=0),
     _Layout(Header.PONG, m.Pong, (int,)),
@@ -203,6 +203,31 @@ _FROM = [
     _Layout(Header.RESYNC, m.Resync, ()),
     _Layout(Header.DRAIN_ACK, m.DrainAck, ()),
 ]
+
+# --- a client's request, whose last item may be absent -----------------------------------------
+
+_SUBMISSION = _Layout(
+    Header.SUBMIT_REQUEST, m.SubmitRequest, (_ID, int), 3, 1, looked_into=2, names=(0,)
+)
+
+
+def _decode_submission(items: list[Any], bodies: list[Any]) -> m.SubmitRequest:
+    owner = items.pop() if len(items) == 3 else ""
+    message: m.SubmitRequest = _SUBMISSION.decode(items, bodies)
+    if type(owner) is not str:
+        _expect_types([owner], (str,))
+    check_name(owner)
+    message.owner = owner
+    return message
+
+
+def _encode_submission(message: m.SubmitRequest) -> list[m.Body]:
+    metadata, *bodies = _SUBMISSION.encode(message)
+    if message.owner:
+        items = (message.client_request_id, message.prompt_tokens, message.owner)
+        metadata = pack([_SUBMIT, *items])
+    return [metadata, *bodies]
+
 
 # --- control signals ---------------------------------------------------------------------------
 
@@ -278,6 +303,7 @@ def _encode_reply(message: m.Reply) -> list[m.Body]:
 
 _TO_COORDINATOR: dict[int, _Decoder] = {
     **{layout.header: layout.decode for layout in _TO},
+    Header.SUBMIT_REQUEST: _decode_submission,
     **{signal: _control(signal, SIGNAL_ARGS[signal]) for signal in Signal},
     Header.ENGINE_REPLY: _decode_replies,
 }
@@ -287,6 +313,7 @@ _FROM_COORDINATOR: dict[int, _Decoder] = {
 }
 _ENCODERS: dict[type, Callable[[Any], list[m.Body]]] = {
     **{layout.message: layout.encode for layout in (*_TO, *_FROM)},
+    m.SubmitRequest: _encode_submission,
     m.Control: _encode_control,
     m.EngineReply: _encode_replies,
     m.EngineRequest: _encode_engine_request,
