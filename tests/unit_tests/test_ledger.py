@@ -158,7 +158,7 @@ def test_a_requeued_request_waits_again_behind_the_others_and_under_a_new_number
     ledger, records = ledger_with(ANN, BOB, ANN)
     record = records[0]
     ledger.assign(0, 1)
-    record.attempts = 1
+    record.lost_with = (7,)
     ledger.requeue(record)
     assert (record.request_id, record.rank, record.lease) == (3, None, None)
     assert (record.client, record.client_request_id, record.attempts) == (ANN, "r0", 1)

@@ -42,6 +42,8 @@ def test_the_defaults_of_the_fleet():
     settings = FleetSettings()
     assert {f.name: getattr(settings, f.name) for f in fields(settings)} == {
         "max_retries": 1,
+        "retry_deadline": 600.0,
+        "return_wait": 3.0,
         "replica_wait": 60.0,
         "hung_timeout": 120.0,
         "max_inflight_requests": 100_000,

@@ -285,8 +285,12 @@ REGISTRATION = m.Register(1, "job", 1, 0, 8, 4, 100, "lru")
 ACK = m.RegisterAck(1, 2, 5, FleetState.RUNNING)
 
 
-def registered_as(epoch: int) -> m.Register:
-    return replace(REGISTRATION, weight_epoch=epoch)
+def registered_as(epoch: int, *requests: int, generation: int = 0) -> m.Register:
+    return replace(REGISTRATION, weight_epoch=epoch, generation=generation, requests=list(requests))
+
+
+def acknowledged(*kept: int) -> m.RegisterAck:
+    return replace(ACK, kept=list(kept))
 
 
 def make_registered(linked: bool = True) -> tuple[DummyEngine, DummyLink]:
@@ -310,7 +314,7 @@ def test_a_rank_that_is_told_to_register_again_does_so_once_under_its_present_ep
     assert engine.end.cache.epoch == 5
     link.say(m.RegisterAgain())
     engine.schedule_requests()
-    assert link.sent[1:] == [registered_as(5)]
+    assert link.sent[1:] == [registered_as(5, generation=2)]
 
 
 def test_a_registration_that_got_lost_is_repeated(monkeypatch):
@@ -333,30 +337,60 @@ def test_ranks_without_a_link_do_not_register():
 
 
 @pytest.mark.parametrize("linked", [True, False])
+def test_it_tells_what_it_has_and_goes_on_with_what_nobody_else_was_given(linked):
+    engine, link = make_registered(linked)
+    link.say(submit(1), submit(2), submit(3), m.RegisterAgain())
+    engine.schedule_requests()
+    assert link.sent == ([registered_as(0, 1, 2, 3)] if linked else [])
+    link.say(acknowledged(1, 3), submit(4))
+    engine.schedule_requests()
+    assert engine.did == ["add 1", "add 2", "add 3", "add 4"]
+    assert engine.end.cache.epoch == 5
+
+
+@pytest.mark.parametrize("linked", [True, False])
 def test_what_others_compute_now_is_dropped_without_an_answer_on_all_ranks(linked, caplog):
     engine, link = make_registered(linked)
     engine.end.cache.begin_epoch(engine, 4)
-    link.say(submit(1), submit(2), m.RegisterAgain(), m.RegisterAgain())
+    link.say(submit(1), submit(2), m.RegisterAgain(), m.RegisterAgain(), ACK)
     with caplog.at_level(logging.WARNING):
         engine.schedule_requests()
     assert engine.did == ["add 1", "add 2", "reset"]
     assert (engine.requests, engine.end.cache.found) == ({}, {})
     assert "requests_dropped requests=2" in caplog.messages
-    assert link.sent == ([registered_as(4)] if linked else [])
+    assert link.sent == ([registered_as(4, 1, 2)] if linked else [])
     # What the released reset forgets of the coordinator is kept.
-    assert (engine.use_coordinator, engine.end.cache.epoch) == (True, 4)
+    assert (engine.use_coordinator, engine.end.cache.epoch) == (True, 5)
 
 
-@pytest.mark.parametrize("linked", [True, False])
-def test_requests_are_dropped_once_until_it_is_taken_again(linked):
-    """What comes later was routed to the new registration; an old demand must not cost it."""
-    engine, link = make_registered(linked)
-    link.say(submit(1), m.RegisterAgain(), submit(2), m.RegisterAgain(), ACK, submit(3))
+def test_answers_that_a_broken_connection_may_have_lost_are_sent_again(monkeypatch):
+    engine, link = make_registered()
+    clock = [100.0]
+    monkeypatch.setattr(engine_end.time, "monotonic", lambda: clock[0])
+    early, late = (m.Answer(n, "COMPLETED", 0, 0, b"body") for n in (7, 8))
+    engine.end.reply([early])
+    clock[0] += 20.0
+    engine.end.reply([late])
+    link.say(submit(1), m.RegisterAgain())
     engine.schedule_requests()
-    assert engine.did == ["add 1", "reset", "add 2", "add 3"]
+    assert link.sent[2:] == [registered_as(0, 1, 8)]  # nobody waits so long for the early one
+    link.say(acknowledged(1, 8))
+    engine.schedule_requests()
+    assert link.sent[3:] == [m.EngineReply((late,))]
+    link.say(m.RegisterAgain(), acknowledged(1))
+    clock[0] += 5.0
+    engine.schedule_requests()
+    assert link.sent[4:] == [registered_as(5, 1, 8, generation=2)]
+
+
+def test_old_demands_to_register_cost_nothing_that_came_after_the_acknowledgement():
+    engine, link = make_registered()
+    link.say(submit(1), m.RegisterAgain(), m.RegisterAgain(), acknowledged(1), submit(3))
+    engine.schedule_requests()
     link.say(m.RegisterAgain())
     engine.schedule_requests()
-    assert engine.did[4:] == ["reset"]
+    assert engine.did == ["add 1", "add 3"]
+    assert link.sent == [registered_as(0, 1), registered_as(5, 1, 3, generation=2)]
 
 
 def test_an_engine_without_requests_keeps_its_cache_when_it_registers_again():
@@ -372,10 +406,10 @@ def test_an_engine_that_gave_its_memory_back_is_not_reset(state):
     link.say(submit(1))
     engine.schedule_requests()
     engine.state = state
-    link.say(m.RegisterAgain())
+    link.say(m.RegisterAgain(), replace(ACK, state=FleetState.SUSPENDED))
     engine.schedule_requests()
     assert engine.did == ["add 1"]
-    assert link.sent == [REGISTRATION]
+    assert link.sent == [registered_as(0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -386,13 +420,12 @@ def test_a_reset_leaves_the_engine_in_the_state_that_it_was_told(state):
     link.say(submit(1))
     engine.schedule_requests()
     engine.state, events = state, engine._state_events
-    link.say(m.RegisterAgain())
-    engine.schedule_requests()
+    engine_endings.drop_requests(engine, engine.end)
     assert engine.did == ["add 1", "reset"]
     assert (engine.state, engine._state_events) == (state, events)
 
 
-def test_a_connection_that_broke_is_registered_on_anew_and_what_was_running_is_dropped():
+def test_a_connection_that_broke_is_registered_on_anew_with_what_is_running():
     """What was on its way is lost, whether or not the coordinator has noticed."""
     engine, link = make_registered()
     published: list[list[list[bytes]]] = []
@@ -402,8 +435,8 @@ def test_a_connection_that_broke_is_registered_on_anew_and_what_was_running_is_d
     for _ in range(2):  # at once again: the first registration may be lost as well
         link.broke = True
         engine.schedule_requests()
-    assert link.sent == [REGISTRATION] * 2
-    assert engine.did == ["add 1", "add 2", "reset"]
+    assert link.sent == [registered_as(0, 1, 2)] * 2
+    assert engine.did == ["add 1", "add 2"]
     again = wire.encode(m.RegisterAgain())
     assert published[1:] == [[again], [again]]  # the other ranks of the group do the same
 

@@ -150,6 +150,10 @@ class ByDelay:
         new = self._missing(record, len(held) // HASH_BYTES)
         if new > self._block_size:
             self._queues.begin(rank.number, record.request_id, new, record.chain)
+        self.converse(record, rank, held, new)
+
+    def converse(self, record: RequestRecord, rank: Rank, held: bytes = b"", new: int = 0) -> None:
+        """A request goes on with a conversation on a rank, or is found there; see `begin`."""
         if record.chain is not None and self._knows_conversations(rank):
             tokens = max(record.prompt_tokens, record.blocks * self._block_size)
             self._conversations.begin(

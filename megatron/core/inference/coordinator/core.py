@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.core.inference.coordinator import messages as m
-from megatron.core.inference.coordinator.fleet import LEFT, Fleet
+from megatron.core.inference.coordinator.fleet import BROKE, LEFT, Fleet
 from megatron.core.inference.coordinator.lifecycle import (
     EPOCH_SIGNALS,
     REDUNDANT,
@@ -191,15 +191,16 @@ class Coordinator:
         return self._leave(peer, now, LEFT)
 
     def _peer_lost(self, peer: bytes, message: m.PeerLost, now: float) -> list[m.Effect]:
-        return self._leave(peer, now, "its connection broke", message.undelivered)
+        rank = self.fleet.ranks.of_peer(peer)
+        if rank is not None:
+            return self.fleet.lose_connection(rank, now, message.undelivered)
+        return self._leave(peer, now, BROKE)
 
-    def _leave(
-        self, peer: bytes, now: float, cause: str, undelivered: tuple[int, ...] = ()
-    ) -> list[m.Effect]:
+    def _leave(self, peer: bytes, now: float, cause: str) -> list[m.Effect]:
         self.fleet.joining.pop(peer, None)
         rank = self.fleet.ranks.of_peer(peer)
         if rank is not None:
-            return self.fleet.lose_ranks([rank], now, cause, undelivered)
+            return self.fleet.lose_ranks([rank], now, cause)
         if not self._forget_client(peer):
             return []
         running = self.fleet.ledger.lose_client(peer)

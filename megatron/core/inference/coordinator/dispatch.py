@@ -83,36 +83,57 @@ class Dispatcher:
         undelivered: Collection[int],
         now: float,
         clock: float,
+        *,
+        rest: bool = True,
     ) -> list[m.Effect]:
-        """A rank is lost: what it had goes to others, or back with an error after too many tries.
+        """What a rank had goes to others, or back with an error after too many tries.
 
         Args:
-            rank: The rank, live no more.
+            rank: The rank, not live at present.
             cause: Why, for whoever gets an error.
-            undelivered: Of its requests, those that never reached it; they count as no try.
+            undelivered: Of its requests, those that it never got; they count as no try.
             now: The time.
             clock: The fleet's clock.
+            rest: It is lost, so that all others go as well.
         """
+        missed = frozenset(undelivered)
         effects: list[m.Effect] = []
         again = []
-        missed = frozenset(undelivered)
         for record in self._ledger.of_rank(rank.number):
-            self._router.settle(record, now, completed=False)
             tried = record.request_id not in missed
-            record.attempts += tried
-            if record.message is not None and record.attempts <= self._limits.max_retries:
+            if tried and not rest:
+                continue
+            self._router.settle(record, now, completed=False)
+            if tried:
+                record.lost_with = (*record.lost_with, rank.number)
+            if self._may_try_again(record, now):
                 self._ledger.requeue(record)
                 again.append(record)
-                continue
-            effects += self._close(record, m.Outcome.REPLICA_LOST)
-            when = "while it had" if tried else "before it got"
-            tries = f", try {record.attempts} of {1 + self._limits.max_retries}" if tried else ""
-            text = f"replica {rank.number} was lost {when} the request ({cause}{tries})"
-            effects += _error(record, m.ErrorCode.REPLICA_LOST, f"{text}; send it again")
+            else:
+                effects += self._lose(record, rank, cause, tried)
         self._ledger.sort_waiting()
         for record in sorted(again, key=lambda record: record.arrival):
             effects += self._route(record, clock)
         return effects
+
+    def came_back(self, number: int) -> None:
+        """A rank that was lost is back, so what it had did not end it: it counts as no try."""
+        for record in self._ledger:
+            if number in record.lost_with:
+                record.lost_with = tuple(n for n in record.lost_with if n != number)
+
+    def _may_try_again(self, record: RequestRecord, now: float) -> bool:
+        limits = self._limits
+        in_time = now - record.came < limits.retry_deadline
+        return record.message is not None and record.attempts <= limits.max_retries and in_time
+
+    def _lose(self, record: RequestRecord, rank: Rank, cause: str, tried: bool) -> list[m.Effect]:
+        """A request is lost with its rank."""
+        when = "while it had" if tried else "before it got"
+        tries = f", try {record.attempts} of {1 + self._limits.max_retries}" if tried else ""
+        text = f"replica {rank.number} was lost {when} the request ({cause}{tries})"
+        error = _error(record, m.ErrorCode.REPLICA_LOST, f"{text}; send it again")
+        return self._close(record, m.Outcome.REPLICA_LOST) + error
 
     def none_left(self, clock: float, *, orderly: bool) -> m.Log:
         """The last live rank is gone: what waits for a place waits for another rank from now on.
@@ -123,7 +144,7 @@ class Dispatcher:
         """
         waiting = self._ledger.waiting
         for record in waiting:
-            record.deadline = clock + self._limits.replica_wait
+            record.deadline = clock + self._patience
         warning = bool(waiting) or not orderly
         return m.Log("no_rank_left", {"waiting": len(waiting)}, warning=warning)
 
@@ -136,10 +157,16 @@ class Dispatcher:
                     effects += self._give_up(record)
         return effects
 
+    @property
+    def _patience(self) -> float:
+        """Seconds that a request waits for a rank, where none is live."""
+        limits = self._limits
+        return limits.replica_wait or (limits.return_wait if self._ranks.present else 0.0)
+
     def _route(self, record: RequestRecord, clock: float) -> list[m.Effect]:
         if not self._router.has_room:
-            record.deadline = clock + self._limits.replica_wait
-            if not len(self._ranks) and not self._limits.replica_wait:
+            record.deadline = clock + self._patience
+            if not len(self._ranks) and not self._patience:
                 return self._give_up(record)
             return []
         message = record.message

@@ -6,7 +6,7 @@ from typing import Any
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.dispatch import Dispatcher
 from megatron.core.inference.coordinator.index import PrefixIndex
-from megatron.core.inference.coordinator.kv_events import Change, segments
+from megatron.core.inference.coordinator.kv_events import Change, EventStream, segments
 from megatron.core.inference.coordinator.ledger import Ledger
 from megatron.core.inference.coordinator.lifecycle import FleetState, Signal
 from megatron.core.inference.coordinator.ranks import Rank, Ranks, name_of, refusal
@@ -14,6 +14,7 @@ from megatron.core.inference.coordinator.router import Router
 from megatron.core.inference.coordinator.settings import CoordinatorSettings
 
 LEFT = "it left"
+BROKE = "its connection broke"
 _ADVICE = {
     "eviction": "ref_zero",
     "effect": "an answered request leaves no cached block behind",
@@ -72,12 +73,13 @@ class Fleet:
         self.state = FleetState.RUNNING
         self.generation_epoch: int | None = None
         self.ranks = Ranks(settings)
-        self.ledger = Ledger()
+        self.ledger = Ledger(settings.first_request_id)
         self.index = PrefixIndex(settings.routing.ttl_seconds)
         self.router = Router(settings, self.ranks, self.ledger, self.index)
         self.dispatcher = Dispatcher(settings, self.ranks, self.ledger, self.router)
         self.joining: dict[bytes, m.Register] = {}
         self._clock = FleetClock()
+        self._awake = FleetClock()  # goes on in a pause
         self._hashed = settings.hashed
         self._advised = False
 
@@ -124,8 +126,7 @@ class Fleet:
         rank = self.ranks.of_peer(peer)
         if rank is None:
             return self.stranger(peer, "reply_from_stranger")
-        rank.heard = self._clock.read(now)
-        effects: list[m.Effect] = []
+        effects = self._hear(rank, now)
         for answer in message.answers:
             if self.ledger.held_by(answer.request_id, rank.number):
                 self.dispatcher.answer(rank, answer, now, effects)
@@ -160,25 +161,75 @@ class Fleet:
         return [m.Send(peer, error), log]
 
     def _join(self, peer: bytes, message: m.Register, now: float) -> list[m.Effect]:
-        predecessors = self.ranks.predecessors(peer, message)
+        rank = self.ranks.resumed(peer, message)
+        predecessors = [r for r in self.ranks.predecessors(peer, message) if r is not rank]
         effects = self.lose_ranks(predecessors, now, "it registered again")
+        if rank is not None:
+            return effects + self._resume(rank, peer, message, now)
+        if not self.ranks.present:  # a coordinator that was started again; its engines go on
+            self.dispatcher.weight_epoch = max(self.weight_epoch, message.weight_epoch)
         rank = self.ranks.add(peer, message)
         rank.heard = self._clock.read(now)
         self.router.add_rank(rank)
-        if not rank.released:
-            acknowledgement = m.RegisterAck(
-                rank.number, rank.generation, self.weight_epoch, self.state
-            )
-            effects.append(m.Send(peer, acknowledgement))
-        if self.generation_epoch is not None:  # which its answers are stamped with
-            args = self.generation_epoch, self.weight_epoch
-            effects.append(m.Send(peer, m.Control(Signal.SET_GENERATION_EPOCH, args)))
+        if message.generation:
+            self.dispatcher.came_back(rank.number)
+        effects += self._welcome(rank)
         effects.append(self._progress(len(self.ranks), message, rank))
         if self._hashed and not rank.retains and not self._advised:
             self._advised = True
             effects.append(m.Log("nothing_kept_between_turns", _ADVICE, warning=True))
         if len(self.ranks) >= self._settings.expected_ranks:
             self.dispatcher.opened = True
+        return effects + self.dispatcher.route_waiting(rank.heard)
+
+    def _welcome(self, rank: Rank, kept: list[int] | None = None) -> list[m.Effect]:
+        """Tell a rank what it is, and what the fleet is."""
+        effects: list[m.Effect] = []
+        if not rank.released:
+            acknowledgement = m.RegisterAck(
+                rank.number, rank.generation, self.weight_epoch, self.state, kept or []
+            )
+            effects.append(m.Send(rank.peer, acknowledgement))
+        if self.generation_epoch is not None:  # which its answers are stamped with
+            args = self.generation_epoch, self.weight_epoch
+            effects.append(m.Send(rank.peer, m.Control(Signal.SET_GENERATION_EPOCH, args)))
+        return effects
+
+    def _resume(self, rank: Rank, peer: bytes, message: m.Register, now: float) -> list[m.Effect]:
+        """A rank is back over another connection; what was on its way over the old one is lost."""
+        self._retire(rank)
+        self.ranks.move(rank, peer)
+        rank.draining = False
+        rank.away_until, rank.heard = None, self._clock.read(now)
+        has = frozenset(message.requests)
+        held = [record.request_id for record in self.ledger.of_rank(rank.number)]
+        kept = [number for number in held if number in has]
+        lost = [number for number in held if number not in has]
+        effects = self._welcome(rank, kept)
+        effects.append(_back(rank, len(kept), len(lost)))
+        effects += self.dispatcher.take_back(rank, BROKE, lost, now, rank.heard, rest=False)
+        self._revive(rank)
+        return effects + self.dispatcher.route_waiting(rank.heard)
+
+    def _revive(self, rank: Rank) -> None:
+        """A rank is live again; what it holds it has to tell anew."""
+        rank.events = EventStream()
+        self.ranks.revive(rank)
+        self.router.revive_rank(rank)
+
+    def _hear(self, rank: Rank, now: float) -> list[m.Effect]:
+        """A rank says something: it is there, and may have been away."""
+        rank.heard = self._clock.read(now)
+        if rank.away_until is None:
+            return []
+        rank.away_until = None
+        effects: list[m.Effect] = [_back(rank, self.ledger.load(rank.number), 0)]
+        if rank.draining:
+            return effects
+        self._revive(rank)
+        if self._hashed:
+            rank.events.asked = True
+            effects.append(m.Send(rank.peer, m.Resync()))
         return effects + self.dispatcher.route_waiting(rank.heard)
 
     def _progress(self, registered: int, message: m.Register, rank: Rank | None = None) -> m.Log:
@@ -195,8 +246,8 @@ class Fleet:
         rank = self.ranks.of_peer(peer)
         if rank is None:
             return self.stranger(peer, "drain_from_stranger")
-        rank.heard = self._clock.read(now)
-        effects: list[m.Effect] = [m.Send(peer, m.DrainAck())]
+        effects = [*self._hear(rank, now), m.Send(peer, m.DrainAck())]
+        rank.draining = True
         if self._retire(rank):
             fields = {"rank": rank.number, "requests": self.ledger.load(rank.number)}
             effects.append(m.Log("rank_draining", fields))
@@ -209,8 +260,25 @@ class Fleet:
         rank = self.ranks.of_peer(peer)
         if rank is None:
             return self.stranger(peer, "pong_from_stranger")
-        rank.heard = self._clock.read(now)
-        return []
+        return self._hear(rank, now)
+
+    def lose_connection(
+        self, rank: Rank, now: float, undelivered: tuple[int, ...]
+    ) -> list[m.Effect]:
+        """A rank cannot be reached. Ours may come back soon, with the requests that they have."""
+        wait = self._settings.fleet.return_wait
+        if rank.released or not wait:
+            return self.lose_ranks([rank], now, BROKE, undelivered)
+        effects: list[m.Effect] = []
+        clock, was_live = self._clock.read(now), self._retire(rank)
+        if rank.away_until is None:
+            rank.away_until = self._awake.read(now) + wait
+            fields = {"rank": rank.number, "requests": self.ledger.load(rank.number)}
+            effects.append(m.Log("rank_away", fields, warning=True))
+        effects += self.dispatcher.take_back(rank, BROKE, undelivered, now, clock, rest=False)
+        if was_live and not len(self.ranks):
+            effects.append(self.dispatcher.none_left(clock, orderly=False))
+        return effects
 
     def lose_ranks(
         self, ranks: Sequence[Rank], now: float, cause: str, undelivered: tuple[int, ...] = ()
@@ -237,7 +305,7 @@ class Fleet:
         """A rank gets no more requests. Returns whether it was live."""
         live = self.ranks.is_live(rank)
         if live:
-            self.ranks.drain(rank)
+            self.ranks.retire(rank)
             self.router.drop_rank(rank)
         return live
 
@@ -256,9 +324,9 @@ class Fleet:
         rank = self.ranks.of_peer(peer)
         if rank is None:
             return self.stranger(peer, "events_from_stranger")
-        rank.heard = self._clock.read(now)
+        effects = self._hear(rank, now)
         if not self._hashed or not self.ranks.is_live(rank):
-            return []
+            return effects
         changes = segments(message.events, message.count)
         follows = (
             changes is not None
@@ -266,14 +334,14 @@ class Fleet:
             and rank.events.take(message.first, message.count, message.events)
         )
         if not follows or changes is None:
-            return self._distrust(rank, message)
+            return effects + self._distrust(rank, message)
         if message.weight_epoch != self.weight_epoch:
             # Blocks of an older epoch are of no use any more, but a clear among them still counts.
             changes = [change for change in changes[:1] if change[0] is Change.CLEARED]
         if not self.index.apply(rank.number, changes):
-            return self._distrust(rank, message)
+            return effects + self._distrust(rank, message)
         self.router.note_stored(rank, (h for change, h in changes if change is Change.STORED))
-        return []
+        return effects
 
     def _distrust(self, rank: Rank, message: m.KvEvents) -> list[m.Effect]:
         rank.events.trusted = False
@@ -293,8 +361,11 @@ class Fleet:
         A send over a broken connection fails; an engine that hangs keeps silent.
         """
         self._clock.skip(stood_still)
-        clock = self._clock.read(now)
+        self._awake.skip(stood_still)
+        clock, awake = self._clock.read(now), self._awake.read(now)
         effects = self.dispatcher.expire(clock)
+        gone = [r for r in self.ranks.present if r.away_until is not None and r.away_until <= awake]
+        effects += self.lose_ranks(gone, now, BROKE)
         limit = self._settings.fleet.hung_timeout
         hung = [r for r in self.ranks.present if not r.released and clock - r.heard > limit]
         effects += self.lose_ranks(hung, now, f"no sign of life for {limit:g} s")
@@ -305,3 +376,7 @@ class Fleet:
             if rank.events.asked and self.ranks.is_live(rank):
                 effects.append(m.Send(rank.peer, m.Resync()))
         return effects
+
+
+def _back(rank: Rank, kept: int, lost: int) -> m.Log:
+    return m.Log("rank_back", {"rank": rank.number, "requests": kept, "lost": lost})

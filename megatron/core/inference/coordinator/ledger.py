@@ -31,7 +31,7 @@ class RequestRecord:
         size: Bytes of the message's bodies.
         owner: Whose places it takes: the client's identity, or the name that the client gave.
         rank: Number of the rank that has it; None while it waits.
-        attempts: How many ranks it was given to and lost with.
+        lost_with: Numbers of the ranks that had it when they were lost, and are not back.
         deadline: When to give up waiting for a rank, where there is none.
         lease: Its hold on the index, if its prompt was hashed.
         blocks: Full blocks of its prompt that were hashed.
@@ -50,7 +50,7 @@ class RequestRecord:
     size: int = 0
     owner: bytes | str = b""
     rank: int | None = None
-    attempts: int = 0
+    lost_with: tuple[int, ...] = ()
     deadline: float = 0.0
     lease: Lease | None = None
     blocks: int = 0
@@ -62,6 +62,11 @@ class RequestRecord:
     hashes: bytes | None = None
     arrival: int = 0
     came: float = 0.0
+
+    @property
+    def attempts(self) -> int:
+        """How many ranks it was given to and lost with."""
+        return len(self.lost_with)
 
 
 @dataclass(slots=True)
@@ -78,10 +83,14 @@ class Share:
 
 
 class Ledger:
-    """Every request that is waiting or in flight."""
+    """Every request that is waiting or in flight.
 
-    def __init__(self):
-        self._next_id = 0
+    Args:
+        first_id: Number of the first one.
+    """
+
+    def __init__(self, first_id: int = 0):
+        self._next_id = first_id
         self._bytes = 0
         self._shares: dict[bytes | str, Share] = {}
         self._records: dict[int, RequestRecord] = {}

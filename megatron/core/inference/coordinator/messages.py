@@ -139,6 +139,8 @@ class Register:
         block_size: Tokens in one of its cache blocks; 0 when it caches no prefixes.
         total_blocks: Blocks in its cache.
         eviction: Its eviction policy, `lru` or `ref_zero`.
+        generation: What it was acknowledged as before, by whatever coordinator; 0 for never.
+        requests: Ids of the requests that it has still, or has answered lately.
     """
 
     version: int | None
@@ -149,6 +151,8 @@ class Register:
     block_size: int = 0
     total_blocks: int = 0
     eviction: str = ""
+    generation: int = 0
+    requests: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -317,12 +321,14 @@ class RegisterAck:
         generation: How often this rank has registered.
         weight_epoch: The epoch in force.
         state: What the fleet is at present.
+        kept: Of the requests that it has, those that nobody else was given.
     """
 
     rank: int
     generation: int
     weight_epoch: int
     state: FleetState
+    kept: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -28,6 +28,9 @@ class Rank:
         retains: Whether it keeps cached blocks that no request uses.
         last_assigned: Sequence number of its latest assignment; -1 for never.
         heard: When it last said anything, on the fleet's clock.
+        draining: It gets no more requests, and leaves once it has answered those that it has.
+        away_until: It cannot be reached; when it counts as lost, in seconds that the coordinator
+            was awake. None while it can.
         events: The numbering of its cache events.
     """
 
@@ -40,11 +43,13 @@ class Rank:
     retains: bool
     last_assigned: int = -1
     heard: float = 0.0
+    draining: bool = False
+    away_until: float | None = None
     events: EventStream = field(default_factory=EventStream)
 
 
 class Ranks:
-    """Replicas by number and by peer: the live ones, and those that are being drained.
+    """Replicas by number and by peer: the live ones, and those that are drained or away.
 
     Iteration, length and `get` know the live ones alone.
 
@@ -69,7 +74,7 @@ class Ranks:
 
     @property
     def present(self) -> list[Rank]:
-        """The live ones and those that are being drained."""
+        """The live ones, and those that are drained or away."""
         return list(self._by_peer.values())
 
     def get(self, number: int) -> Rank | None:
@@ -77,11 +82,11 @@ class Ranks:
         return self._live.get(number)
 
     def of_peer(self, peer: bytes) -> Rank | None:
-        """The rank behind this peer, live or being drained."""
+        """The rank behind this peer, live or not."""
         return self._by_peer.get(peer)
 
     def is_live(self, rank: Rank) -> bool:
-        """Whether it may get requests: it is in the fleet and not being drained."""
+        """Whether it may get requests: it is neither being drained nor away."""
         return self._live.get(rank.number) is rank
 
     def predecessors(self, peer: bytes, register: Register) -> list[Rank]:
@@ -110,10 +115,28 @@ class Ranks:
         self._refresh()
         return rank
 
-    def drain(self, rank: Rank) -> None:
+    def retire(self, rank: Rank) -> None:
         """Let a live replica get no more requests."""
         del self._live[rank.number]
         self._refresh()
+
+    def revive(self, rank: Rank) -> None:
+        """Let a replica that is present get requests again."""
+        self._live[rank.number] = rank
+        self._refresh()
+
+    def move(self, rank: Rank, peer: bytes) -> None:
+        """A replica is reached at another socket from now on."""
+        del self._by_peer[rank.peer]
+        rank.peer = peer
+        self._by_peer[peer] = rank
+
+    def resumed(self, peer: bytes, register: Register) -> Rank | None:
+        """The rank that this registration goes on with; None if it begins anew."""
+        number = self._numbers.get(name_of(peer, register))
+        rank = None if number is None else self._present.get(number)
+        same = rank is not None and 0 < register.generation == rank.generation
+        return rank if same else None
 
     def remove(self, rank: Rank) -> None:
         """Take a replica out of the fleet."""
@@ -158,6 +181,8 @@ def refusal(register: Register, settings: CoordinatorSettings) -> str | None:
         return None
     if register.version != PROTOCOL_VERSION:
         return f"protocol {register.version} is not {PROTOCOL_VERSION}"
+    if not 0 <= register.weight_epoch < 2**62:
+        return f"weight epoch is {register.weight_epoch}"
     if register.max_requests < 1:
         return f"max_requests is {register.max_requests}"
     if not settings.hashed or register.block_size == size:

@@ -132,6 +132,14 @@ class Router:
             self._by_delay.add_rank(rank)
         self._note_load(rank)
 
+    def revive_rank(self, rank: Rank) -> None:
+        """A rank is live again, and has what it had in flight."""
+        self.add_rank(rank)
+        if self._by_delay is not None:
+            for record in self._ledger.of_rank(rank.number):
+                self._by_delay.converse(record, rank)
+            self._note_load(rank)
+
     def drop_rank(self, rank: Rank) -> None:
         """A rank is live no more."""
         self._index.drop_rank(rank.number)

@@ -108,8 +108,25 @@ class FleetSettings(Settings):
         default=1,
         metadata=about(
             "How often a request is given to another replica after the one that had it was lost. "
-            "For that its prompt is kept until the answer; 0 keeps none.",
+            "One that comes back after all, because it or the link only stood still, does not "
+            "count. For that its prompt is kept until the answer; 0 keeps none.",
             minimum=0,
+        ),
+    )
+    retry_deadline: float = field(
+        default=600.0,
+        metadata=about(
+            "Seconds after its arrival from which on a request whose replica is lost is answered "
+            "with an error, however often it was tried.",
+            minimum=0.0,
+        ),
+    )
+    return_wait: float = field(
+        default=3.0,
+        metadata=about(
+            "Seconds that a replica which cannot be reached may take to come back with the "
+            "requests that it has, until it counts as lost and others get them.",
+            minimum=0.0,
         ),
     )
     replica_wait: float = field(
@@ -249,6 +266,8 @@ class CoordinatorSettings:
         eviction: Eviction policy of a stock engine, which does not tell its own.
         deterministic: Break ties by load and rank number only, so that a run can be repeated.
         trace: Emit a `Trace` effect for every answered request.
+        first_request_id: Number of the first request. Of a coordinator that is started again it
+            must not be one that engines may still have.
     """
 
     routing: RoutingSettings = field(default_factory=RoutingSettings)
@@ -260,6 +279,7 @@ class CoordinatorSettings:
     eviction: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.REF_ZERO
     deterministic: bool = False
     trace: bool = False
+    first_request_id: int = 0
 
     def __post_init__(self):
         object.__setattr__(self, "eviction", PrefixCachingEvictionPolicy(self.eviction))

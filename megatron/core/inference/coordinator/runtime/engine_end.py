@@ -3,6 +3,7 @@
 import logging
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import replace
 
 from megatron.core.inference.engines.dynamic_engine import EngineState
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 _AGAIN_SECONDS = 2.0
 """Until a registration or a wish to leave that nobody acknowledged is repeated."""
+
+_ANSWERS_KEPT_SECONDS = 10.0
+"""How long answers are kept that a broken connection may have lost: it shows within 3 s."""
 
 _REGISTER_AGAIN = [bytes(frame) for frame in wire.encode(m.RegisterAgain())]
 _DRAIN_ACK = [bytes(frame) for frame in wire.encode(m.DrainAck())]
@@ -41,6 +45,7 @@ class EngineEnd:
         wants_text: Ids of requests whose replies must hold text.
         process: The coordinator process, on the rank that started it.
         registration: What it registered with, to say again when it is asked to.
+        generation: What the coordinator last acknowledged this rank as; 0 before.
         asked_again_at: When it last registered again; None once that was acknowledged.
         forsaken: The coordinator gave it up, and has not taken it again yet.
         leaving: It is to answer what it has and leave; set from any thread.
@@ -60,6 +65,8 @@ class EngineEnd:
         self.wants_text: set[int] = set()
         self.process: CoordinatorProcess | None = None
         self.registration: m.Register | None = None
+        self.generation = 0
+        self._answered: deque[tuple[float, m.Answer]] = deque()
         self.asked_again_at: float | None = None
         self.forsaken = self.leaving = self.drained = self.stopping = False
         self._asked_to_drain_at: float | None = None
@@ -87,6 +94,17 @@ class EngineEnd:
         """Send finished requests to the coordinator, where this rank has a link to it."""
         if self.link is not None and answers:
             self.link.send(m.EngineReply(tuple(answers)))
+            now = time.monotonic()
+            self._answered.extend((now, answer) for answer in answers)
+            while now - self._answered[0][0] > _ANSWERS_KEPT_SECONDS:
+                self._answered.popleft()
+
+    def reply_again(self, request_ids: Collection[int]) -> None:
+        """Send those answers again that may have been lost with a connection."""
+        wanted = frozenset(request_ids)
+        again = [answer for _, answer in self._answered if answer.request_id in wanted]
+        self._answered.clear()
+        self.reply(again)
 
     def tell_events(self) -> None:
         """Send what has happened to the cache, where this rank has a link to the coordinator."""
@@ -102,8 +120,9 @@ class EngineEnd:
     def register_again(self) -> None:
         """Register once more, where this rank has a link and does not want to leave.
 
-        Several messages may each be answered with the demand, but a second registration would
-        cost the requests that were routed after the first.
+        It tells what it has, and goes on with what nobody else was given. Several messages may each
+        be answered with the demand, but a second registration would cost the requests that were
+        routed after the first.
         """
         now = time.monotonic()
         if self.asked_again_at is not None and now - self.asked_again_at < _AGAIN_SECONDS:
@@ -111,7 +130,14 @@ class EngineEnd:
         self.asked_again_at = now
         if self.link is not None and self.registration is not None and not self.leaving:
             self.events.write(m.Log("registering_again", warning=True))
-            self.link.send(replace(self.registration, weight_epoch=self.cache.epoch))
+            answered = (answer.request_id for _, answer in self._answered)
+            registration = replace(
+                self.registration,
+                weight_epoch=self.cache.epoch,
+                generation=self.generation,
+                requests=[*self.cache.found, *answered],
+            )
+            self.link.send(registration)
 
     def _ask_to_drain(self, link: CoordinatorLink, messages: list[list[bytes]]) -> None:
         if link.broken or _REGISTER_AGAIN in messages:  # no part of the fleet: no requests come

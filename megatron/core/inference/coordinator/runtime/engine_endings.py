@@ -29,7 +29,7 @@ _KEPT_OVER_A_RESET = (
 
 
 def drop_requests(engine: Any, end: EngineEnd) -> None:
-    """The coordinator gave this engine up, and its requests to others: do not compute them twice.
+    """The coordinator gave all requests of this engine to others: do not compute them twice.
 
     The released engine has no other way to do so than a reset, which empties its cache as well,
     and which it cannot do while its memory is given back: then they are computed for nobody.
@@ -37,6 +37,7 @@ def drop_requests(engine: Any, end: EngineEnd) -> None:
     if engine.requests and engine.state not in (EngineState.SUSPENDING, EngineState.SUSPENDED):
         fields = {"requests": len(engine.requests)}
         end.events.write(m.Log("requests_dropped", fields, warning=True))
+        end.forsaken = True  # nobody waits for an answer
         reset(engine)
 
 

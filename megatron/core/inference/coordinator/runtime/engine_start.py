@@ -247,6 +247,7 @@ def _register(
         eviction=context.prefix_caching_eviction_policy.value,
     )
     acknowledgement = end.link.register(end.registration, _REGISTER_SECONDS)
+    end.generation = acknowledgement.generation
     return acknowledgement.weight_epoch, acknowledgement.state
 
 

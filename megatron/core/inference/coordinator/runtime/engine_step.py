@@ -62,18 +62,22 @@ def _handle(engine: Any, end: EngineEnd, message: m.FromCoordinator) -> None:
             if end.link is not None:
                 end.link.send(m.Pong(number))
         case m.RegisterAgain():
+            end.forsaken = True
             end.register_again()
-            if not end.forsaken:
-                end.forsaken = True
-                drop_requests(engine, end)
-        case m.RegisterAck(weight_epoch=weight_epoch, state=state):
+        case m.RegisterAck(weight_epoch=weight_epoch, state=state, kept=kept):
             end.asked_again_at = None
+            end.generation = message.generation
+            end.reply_again(kept)
+            if end.cache.found.keys().isdisjoint(kept):
+                drop_requests(engine, end)
             end.forsaken = False
             end.cache.begin_epoch(engine, weight_epoch)
             end.cache.resync()
             end.catch_up(engine.state, state)
         case m.DrainAck():
             end.drained = True
+            if end.forsaken:  # it does not register again, so others get what it has
+                drop_requests(engine, end)
         case m.Resync():
             end.cache.resync()
 

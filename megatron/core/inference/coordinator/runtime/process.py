@@ -4,6 +4,7 @@ import errno
 import faulthandler
 import logging
 import multiprocessing
+import secrets
 import signal
 import socket
 import time
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 _START_SECONDS = 120.0
 """A process that imports megatron.core on a busy machine may need a minute."""
+
+_ID_RANGE, _ID_STRIDE = 2**22, 2**40
+"""Coordinators number requests from different beginnings, more apart than one will ever count."""
 
 _LISTENING, _DIED = "listening", "died"
 
@@ -170,7 +174,13 @@ def _make_loop(
         books.flush()
 
     return CoordinatorLoop(
-        Coordinator(replace(settings.coordinator, trace=books.kept)),
+        Coordinator(
+            replace(
+                settings.coordinator,
+                trace=books.kept,
+                first_request_id=secrets.randbelow(_ID_RANGE) * _ID_STRIDE,
+            )
+        ),
         router,
         tokenizer,
         parent.sentinel if parent else None,

@@ -66,7 +66,10 @@ class Schedule:
             "num_requests": len(self._records),
             "accuracy": {number: a.fields() for number, a in fleet.router.accuracy.items()},
             "weight_epoch": fleet.weight_epoch,
-            "records": sorted(self._records, key=lambda record: record["request_id"]),
+            "records": [
+                {**record, "request_id": record["request_id"] - settings.first_request_id}
+                for record in sorted(self._records, key=lambda record: record["request_id"])
+            ],
         }
         self._path.write_text(json.dumps(schedule, indent=2))
 

@@ -107,12 +107,14 @@ def _decode(decoders: Mapping[int, _Decoder], frames: Sequence[Any]) -> Any:
 
 
 class _Layout:
-    """How a message class lies in frames: its first fields are metadata, the rest are bodies.
+    """How a message class lies in frames: its first fields are metadata, the next are bodies.
 
     Args:
         header: Its number.
         message: The class.
         types: Of the fields in the metadata.
+        extra: Of fields behind the bodies, which are metadata as well; they are left out where
+            all of them are empty.
         bodies: How many there are.
         optional: Of the bodies, how many at the end may be absent.
         looked_into: Which body, if any, is to be bytes, since somebody looks into it.
@@ -128,9 +130,11 @@ class _Layout:
         optional: int = 0,
         looked_into: int | None = None,
         names: tuple[int, ...] = (),
+        extra: tuple[Any, ...] = (),
     ):
         self.header, self.message = header, message
         self._types, self._bodies, self._optional = types, bodies, optional
+        self._extra = extra
         self._counts = range(bodies - optional, bodies + 1)
         self._accepted = _accepted(types)
         self._looked_into = bodies if looked_into is None else looked_into
@@ -138,18 +142,38 @@ class _Layout:
         known = [field.name for field in fields(message)]
         self._in_metadata = known[: len(types)]
         self._in_bodies = known[len(types) : len(types) + bodies]
+        self._behind = known[len(types) + bodies :] if extra else []
 
     def decode(self, items: list[Any], bodies: list[Any]) -> Any:
+        extra = self._take_extra(items) if self._extra else {}
         if tuple(map(type, items)) not in self._accepted or len(bodies) not in self._counts:
             self._complain(items, bodies)
         for name in self._names:
             check_name(items[name])
         if len(bodies) > self._looked_into:
             bodies[self._looked_into] = bytes(bodies[self._looked_into])
-        return self.message(*items, *bodies)
+        return self.message(*items, *bodies, **extra)
+
+    def _take_extra(self, items: list[Any]) -> dict[str, Any]:
+        count = len(self._types)
+        extra = items[count:]
+        if not extra:
+            return {}
+        del items[count:]
+        _expect_count("items", count + len(extra), count + len(self._extra))
+        _expect_types(extra, self._extra)
+        for item in extra:
+            if type(item) is list:
+                _expect_types(item, (int,) * len(item))
+            else:
+                check_name(item)
+        return dict(zip(self._behind, extra, strict=True))
 
     def encode(self, message: Any) -> list[m.Body]:
         items = [getattr(message, name) for name in self._in_metadata]
+        extra = [getattr(message, name) for name in self._behind]
+        if any(extra):
+            items += extra
         bodies = [getattr(message, name) for name in self._in_bodies]
         return [pack([int(self.header), *items]), *(body for body in bodies if body is not None)]
 
@@ -185,7 +209,23 @@ def _expect_types(items: Sequence[Any], types: Sequence[Any]) -> None:
 
 _TO = [
     _Layout(Header.CONNECT, m.Connect, (int, bool)),
-    _Layout(Header.REGISTER, m.Register, (int, str, int, int, int, int, int, str), names=(1, 7)),
+    _Layout(
+        Header.SUBMIT_REQUEST,
+        m.SubmitRequest,
+        (_ID, int),
+        bodies=3,
+        optional=1,
+        looked_into=2,
+        names=(0,),
+        extra=(str,),
+    ),
+    _Layout(
+        Header.REGISTER,
+        m.Register,
+        (int, str, int, int, int, int, int, str),
+        names=(1, 7),
+        extra=(int, list),
+    ),
     _Layout(Header.KV_EVENTS, m.KvEvents, (int, int, int), 1, looked_into=0),
     _Layout(Header.PONG, m.Pong, (int,)),
     _Layout(Header.DRAIN, m.Drain, ()),
@@ -196,38 +236,13 @@ _FROM = [
     _Layout(Header.CONNECT_ACK, m.ConnectAck, (int, str, int, int)),
     _Layout(Header.SUBMIT_REQUEST, m.EngineRequest, (int, int), 2),
     _Layout(Header.ENGINE_REPLY, m.Reply, (_ID,), 1),
-    _Layout(Header.REGISTER_ACK, m.RegisterAck, (int, int, int, str)),
+    _Layout(Header.REGISTER_ACK, m.RegisterAck, (int, int, int, str), extra=(list,)),
     _Layout(Header.REQUEST_ERROR, m.RequestError, (_ID | None, str, str)),
     _Layout(Header.PING, m.Ping, (int,)),
     _Layout(Header.REGISTER_AGAIN, m.RegisterAgain, ()),
     _Layout(Header.RESYNC, m.Resync, ()),
     _Layout(Header.DRAIN_ACK, m.DrainAck, ()),
 ]
-
-# --- a client's request, whose last item may be absent -----------------------------------------
-
-_SUBMISSION = _Layout(
-    Header.SUBMIT_REQUEST, m.SubmitRequest, (_ID, int), 3, 1, looked_into=2, names=(0,)
-)
-
-
-def _decode_submission(items: list[Any], bodies: list[Any]) -> m.SubmitRequest:
-    owner = items.pop() if len(items) == 3 else ""
-    message: m.SubmitRequest = _SUBMISSION.decode(items, bodies)
-    if type(owner) is not str:
-        _expect_types([owner], (str,))
-    check_name(owner)
-    message.owner = owner
-    return message
-
-
-def _encode_submission(message: m.SubmitRequest) -> list[m.Body]:
-    metadata, *bodies = _SUBMISSION.encode(message)
-    if message.owner:
-        items = (message.client_request_id, message.prompt_tokens, message.owner)
-        metadata = pack([_SUBMIT, *items])
-    return [metadata, *bodies]
-
 
 # --- control signals ---------------------------------------------------------------------------
 
@@ -303,7 +318,6 @@ def _encode_reply(message: m.Reply) -> list[m.Body]:
 
 _TO_COORDINATOR: dict[int, _Decoder] = {
     **{layout.header: layout.decode for layout in _TO},
-    Header.SUBMIT_REQUEST: _decode_submission,
     **{signal: _control(signal, SIGNAL_ARGS[signal]) for signal in Signal},
     Header.ENGINE_REPLY: _decode_replies,
 }
@@ -313,7 +327,6 @@ _FROM_COORDINATOR: dict[int, _Decoder] = {
 }
 _ENCODERS: dict[type, Callable[[Any], list[m.Body]]] = {
     **{layout.message: layout.encode for layout in (*_TO, *_FROM)},
-    m.SubmitRequest: _encode_submission,
     m.Control: _encode_control,
     m.EngineReply: _encode_replies,
     m.EngineRequest: _encode_engine_request,
