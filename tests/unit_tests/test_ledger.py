@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from megatron.core.inference.coordinator import messages as m
-from megatron.core.inference.coordinator.ledger import Ledger, LedgerError
+from megatron.core.inference.coordinator.ledger import REQUEST_IDS, Ledger, LedgerError
 
 ANN, BOB = b"ann", b"bob"
 
@@ -321,3 +321,19 @@ LedgerBesideModel.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None
 )
 TestLedgerBesideModel = LedgerBesideModel.TestCase
+
+
+def test_numbers_begin_anywhere_and_again_at_the_end_past_those_that_are_taken():
+    """Engines keep them in 32 bits."""
+    ledger = Ledger(first_id=REQUEST_IDS - 2)
+    first, *_ = records = [ledger.admit(ANN, submission(f"r{n}")) for n in range(3)]
+    assert [r.request_id for r in records] == [REQUEST_IDS - 2, REQUEST_IDS - 1, 0]
+    ledger._next_id = REQUEST_IDS - 2
+    ledger.assign(0, 1)
+    ledger.requeue(records[2])
+    assert records[2].request_id == 1
+    ledger.finish(first.request_id)
+    ledger._next_id = REQUEST_IDS - 1
+    assert ledger.admit(ANN, submission("last")).request_id == 0
+    assert [r.arrival for r in ledger.waiting] == [1, 2, 3]
+    ledger.check_integrity()

@@ -12,6 +12,9 @@ from typing import Any
 from megatron.core.inference.coordinator.messages import SubmitRequest
 from megatron.core.inference.coordinator.slots import Lease
 
+REQUEST_IDS = 2**31
+"""Requests are numbered below this, from 0 again at the end: engines keep ids as int32."""
+
 
 class LedgerError(Exception):
     """A request id is unknown, or is used twice: a fault of the caller."""
@@ -91,6 +94,7 @@ class Ledger:
 
     def __init__(self, first_id: int = 0):
         self._next_id = first_id
+        self._arrivals = 0
         self._bytes = 0
         self._shares: dict[bytes | str, Share] = {}
         self._records: dict[int, RequestRecord] = {}
@@ -134,12 +138,13 @@ class Ledger:
         return len(self._by_rank.get(rank, ()))
 
     def admit(self, client: bytes, message: SubmitRequest, now: float = 0.0) -> RequestRecord:
-        """Open a record under a number never used before."""
-        record = RequestRecord(self._next_id, client, message.client_request_id, message)
+        """Open a record under a number that no other has, nor had for long."""
+        record = RequestRecord(self._number(), client, message.client_request_id, message)
         record.prompt_tokens = message.prompt_tokens
         record.size = message.size
         record.owner = message.owner or client
-        record.arrival = self._next_id
+        record.arrival = self._arrivals
+        self._arrivals += 1
         record.came = now
         self._open(record)
         self._by_client.setdefault(client, {})[record.request_id] = record
@@ -186,8 +191,9 @@ class Ledger:
         """
         if record.rank is None:
             raise LedgerError(f"request {record.request_id} has no rank")
+        number = self._number()  # while it has its own, which is not to be used again at once
         self.finish(record.request_id)
-        record.request_id = self._next_id
+        record.request_id = number
         record.rank = record.lease = None
         self._open(record)
         if record.client is not None:
@@ -215,9 +221,16 @@ class Ledger:
         """What a rank has in flight, in the order of assignment."""
         return list(self._by_rank.get(rank, {}).values())
 
+    def _number(self) -> int:
+        """The next number that is free."""
+        while self._next_id in self._records:
+            self._next_id = (self._next_id + 1) % REQUEST_IDS
+        number = self._next_id
+        self._next_id = (number + 1) % REQUEST_IDS
+        return number
+
     def _open(self, record: RequestRecord) -> None:
-        """A record waits under the next number."""
-        self._next_id += 1
+        """A record waits under its number."""
         self._records[record.request_id] = self._waiting[record.request_id] = record
         self._count(record, 1)
 

@@ -17,6 +17,7 @@ from typing import Any
 import zmq
 
 from megatron.core.inference.coordinator.core import Coordinator
+from megatron.core.inference.coordinator.ledger import REQUEST_IDS
 from megatron.core.inference.coordinator.runtime import garbage, sockets
 from megatron.core.inference.coordinator.runtime.eventlog import render
 from megatron.core.inference.coordinator.runtime.fork_server import sigint_held, warm_up
@@ -29,9 +30,6 @@ logger = logging.getLogger(__name__)
 
 _START_SECONDS = 120.0
 """A process that imports megatron.core on a busy machine may need a minute."""
-
-_ID_RANGE, _ID_STRIDE = 2**22, 2**40
-"""Coordinators number requests from different beginnings, more apart than one will ever count."""
 
 _LISTENING, _DIED = "listening", "died"
 
@@ -178,7 +176,7 @@ def _make_loop(
             replace(
                 settings.coordinator,
                 trace=books.kept,
-                first_request_id=secrets.randbelow(_ID_RANGE) * _ID_STRIDE,
+                first_request_id=secrets.randbelow(REQUEST_IDS),
             )
         ),
         router,

@@ -14,6 +14,7 @@ import msgpack
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.core import Coordinator
 from megatron.core.inference.coordinator.hashing import HASH_BYTES
+from megatron.core.inference.coordinator.ledger import REQUEST_IDS
 from megatron.core.inference.coordinator.runtime.eventlog import render
 from megatron.core.inference.coordinator.settings import CoordinatorSettings, SettingsError
 
@@ -59,6 +60,12 @@ class Schedule:
     def write(self, core: Coordinator) -> None:
         """Write the file, when the coordinator has ended."""
         settings, fleet = core.settings, core.fleet
+
+        def counted(record: dict[str, Any]) -> dict[str, Any]:
+            """A record whose id counts from 0."""
+            number = record["request_id"] - settings.first_request_id
+            return record | {"request_id": number % REQUEST_IDS}
+
         schedule = {
             "policy": settings.signal.value,
             "cost_policy": settings.routing.cost_policy.value,
@@ -66,10 +73,7 @@ class Schedule:
             "num_requests": len(self._records),
             "accuracy": {number: a.fields() for number, a in fleet.router.accuracy.items()},
             "weight_epoch": fleet.weight_epoch,
-            "records": [
-                {**record, "request_id": record["request_id"] - settings.first_request_id}
-                for record in sorted(self._records, key=lambda record: record["request_id"])
-            ],
+            "records": sorted(map(counted, self._records), key=lambda each: each["request_id"]),
         }
         self._path.write_text(json.dumps(schedule, indent=2))
 
