@@ -12,6 +12,8 @@ what breaks (--faults, separated by commas; each as often as the others, in an o
   kill          a replica gets SIGKILL, and is started anew at once
   stop          a replica is stopped (SIGSTOP) for longer than the hung timeout, then goes on
   stop_briefly  a replica is stopped for 1 s, which nobody needs to notice
+  stop_coordinator, stop_all
+                the coordinator, or it and all replicas, are stopped for 0.5 to 9 s: nobody died
   hang          a replica's main thread stands still past the hung timeout; its connection stands
   cut           the link of a replica carries nothing for 1 s or for 5 s
   client        a client goes with requests in flight: killed, or with a good-bye

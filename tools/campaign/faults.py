@@ -16,6 +16,8 @@ KINDS = (
     "kill",
     "stop",
     "stop_briefly",
+    "stop_coordinator",
+    "stop_all",
     "hang",
     "cut",
     "client",
@@ -28,6 +30,7 @@ BEYOND_HUNG_SECONDS = 3.0
 second."""
 
 _BRIEF_SECONDS = 1.0
+_STANDSTILL_SECONDS = (0.5, 9.0)  # clients give a coordinator up after 10 s
 _CUTS_SECONDS = (1.0, 5.0)  # broken connections are found within 2 s
 _PAUSE_SECONDS = 2.0
 _ABANDONED = 6
@@ -87,6 +90,8 @@ class Faults:
             "kill": self._kill,
             "stop": lambda: self._stop(self._still),
             "stop_briefly": lambda: self._stop(_BRIEF_SECONDS),
+            "stop_coordinator": lambda: self._stand_still(everybody=False),
+            "stop_all": lambda: self._stand_still(everybody=True),
             "hang": self._hang,
             "cut": self._cut,
             "client": self._lose_client,
@@ -124,6 +129,22 @@ class Faults:
                 await asyncio.sleep(seconds)
             finally:
                 replica.signal(signal.SIGCONT)
+
+    async def _stand_still(self, *, everybody: bool) -> None:
+        """The coordinator's machine does, and with it those of all replicas or of none."""
+        fleet = self._fleet
+        replicas = [r for r in fleet.replicas if everybody and not r.disturbed]
+        for replica in replicas:
+            replica.disturbed = True
+            replica.signal(signal.SIGSTOP)
+        fleet.coordinator.suspend()
+        try:
+            await asyncio.sleep(self._rng.uniform(*_STANDSTILL_SECONDS))
+        finally:
+            fleet.coordinator.resume()
+            for replica in replicas:
+                replica.signal(signal.SIGCONT)
+                replica.disturbed = False
 
     async def _hang(self) -> None:
         async with self._some_replica() as replica:

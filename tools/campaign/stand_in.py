@@ -4,7 +4,7 @@ import heapq
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -43,10 +43,16 @@ class Work:
         """Take a request."""
         self._waiting.append((back, packed_prompt))
 
-    def drop(self) -> None:
-        """Forget all requests."""
-        self._waiting.clear()
-        self._running.clear()
+    @property
+    def requests(self) -> list[Back]:
+        """What it has."""
+        return [back for back, _ in self._waiting] + [back for _, _, back, _ in self._running]
+
+    def keep(self, kept: Collection[Back]) -> None:
+        """Forget all other requests."""
+        self._waiting = deque(each for each in self._waiting if each[0] in kept)
+        self._running = [each for each in self._running if each[2] in kept]
+        heapq.heapify(self._running)
 
     def finished(self, now: float) -> list[tuple[Back, list[int]]]:
         """What is through by now, with the answers; others take the places."""
@@ -104,7 +110,7 @@ class _StandIn:
     def __init__(self, link: CoordinatorLink, registration: m.Register):
         self._link, self._registration = link, registration
         self._work = Work()
-        self._epoch = 0
+        self._epoch = self._generation = 0
         self._asked_at: float | None = None
         self._take(link.register(registration, _RECONNECT_SECONDS))
 
@@ -132,8 +138,10 @@ class _StandIn:
                 self._obey(signal)
             case m.RegisterAgain():
                 self._register_again()
-            case m.RegisterAck(weight_epoch=epoch, state=state):
+            case m.RegisterAck(weight_epoch=epoch, state=state, kept=kept):
                 self._asked_at, self._epoch = None, epoch
+                self._generation = message.generation
+                self._work.keep(kept)
                 self._work.paused = state is not FleetState.RUNNING
 
     def _obey(self, signal: Signal) -> None:
@@ -141,14 +149,19 @@ class _StandIn:
             self._work.paused = signal is Signal.PAUSE
 
     def _register_again(self, at_once: bool = False) -> None:
-        """Drop what others compute now; several demands are one."""
+        """Tell what it has; several demands are one."""
         now = time.monotonic()
         asked = self._asked_at
         if not at_once and asked is not None and now - asked < _AGAIN_SECONDS:
             return
         self._asked_at = now
-        self._work.drop()
-        self._link.send(replace(self._registration, weight_epoch=self._epoch))
+        registration = replace(
+            self._registration,
+            weight_epoch=self._epoch,
+            generation=self._generation,
+            requests=self._work.requests,
+        )
+        self._link.send(registration)
 
 
 def serve_released(address: str, name: str) -> None:
