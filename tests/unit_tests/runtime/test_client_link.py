@@ -127,6 +127,21 @@ def test_it_connects_again_by_itself_as_often_as_need_be():
     run(main, fleet=NOW)
 
 
+def test_a_prepared_prompt_is_hashed_anew_for_a_coordinator_with_other_blocks():
+    async def main(coordinator: Restarted, client: InferenceClient) -> None:
+        await served_again(client)
+        prepared = client.prepare(list(range(32)))
+        coordinator.end()
+        await asyncio.sleep(0.3)
+        coordinator.start(fleet=NOW, block_size_tokens=16)
+        await served_again(client)
+        sent = client._submission(0, prepared, SamplingParams())
+        assert sent == client._submission(0, list(range(32)), SamplingParams())
+        assert len(sent.hashes or b"") == 2 * 8
+
+    run(main, fleet=NOW, block_size_tokens=8)
+
+
 def test_a_coordinator_that_has_given_it_up_is_connected_with_anew():
     async def main(coordinator: Restarted, client: InferenceClient) -> None:
         await served_again(client)

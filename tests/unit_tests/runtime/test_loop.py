@@ -410,6 +410,32 @@ def test_our_client_with_a_tokenizer_hashes_text_and_detokenizes():
     assert reply["prompt"] == "abcdefghij"
 
 
+@pytest.mark.parametrize("size", [10, 50_000])  # the larger one is not copied to be sent
+def test_a_prepared_prompt_travels_as_the_prompt_does(size):
+    tokens = list(range(size))
+
+    async def ask(live: Running) -> None:
+        client = InferenceClient(live.address)
+        client.start()
+        prepared = client.prepare(tokens)
+        futures = [client.add_request(each, SamplingParams()) for each in (tokens, prepared)]
+        tokens.append(7)  # clients go on with the same list
+        futures += [client.add_request(each, SamplingParams()) for each in (tokens, prepared)]
+        for length in (size, size, size + 1, size):
+            request = await asyncio.to_thread(engine.hear, m.EngineRequest)
+            assert wire.unpack(request.prompt) == [*range(size), 7][:length]
+            engine.answer(request)
+        await asyncio.wait_for(asyncio.gather(*futures), 5)
+        client.stop()
+
+    with running(trace=True) as live:
+        engine = Engine(live)
+        asyncio.run(ask(live))
+    first, *others = [trace.hashes for trace in live.traces]
+    assert len(first or b"") == size // 4 * 8
+    assert [others[0], others[2]] == [first, first]
+
+
 def test_a_cancelled_request_is_dropped_without_leaking():
     async def ask(live: Running) -> None:
         client = InferenceClient(live.address)

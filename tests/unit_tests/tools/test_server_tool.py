@@ -111,7 +111,25 @@ def test_http_limits_are_read_and_have_defaults(parsed):
     assert HttpSettings.from_mapping(vars(parsed())) == HttpSettings()
     flags = ["--http-max-body-mib=1", "--http-max-header-kib=2", "--http-header-timeout=3"]
     flags += ["--http-body-timeout=4.5", "--http-idle-timeout=6"]
-    assert HttpSettings.from_mapping(vars(parsed(*flags))) == HttpSettings(1, 2, 3.0, 4.5, 6.0)
+    flags += ["--http-body-budget-mib=7", "--http-max-request-tokens=8"]
+    found = HttpSettings.from_mapping(vars(parsed(*flags)))
+    assert found == HttpSettings(1, 2, 3.0, 4.5, 6.0, 7, 8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "context", "largest", "budget"),
+    [
+        (HttpSettings(), None, 8, 128),
+        (HttpSettings(), 8192, 5, 128),
+        (HttpSettings(), 131072, 8, 128),
+        (HttpSettings(), 131073, 9, 128),
+        (HttpSettings(), 2**22, 132, 132),
+        (HttpSettings(max_body_mib=64, body_budget_mib=1), 8192, 64, 64),
+    ],
+)
+def test_the_largest_body_fits_the_context_and_the_budget(settings, context, largest, budget):
+    assert settings.largest_body(context) == largest * 2**20
+    assert settings.body_budget(context) == budget * 2**20
 
 
 def test_keys_are_digests_before_anybody_sees_the_arguments(parsed, tmp_path):
@@ -151,8 +169,8 @@ def test_a_device_that_is_none_is_refused(parsed, capsys):
             "qwen3-coder-tool",
         ),
         (
-            ["--http-max-body-mib", "0"],
-            "--http-max-body-mib is 0; give a whole number 1 or more",
+            ["--http-max-body-mib", "-1"],
+            "--http-max-body-mib is -1; give a whole number 0 or more",
         ),
         (
             ["--http-header-timeout", "0"],
@@ -410,6 +428,7 @@ class Engine:
     def __init__(self, did: list[Any], process: Any):
         self._did, self._process = did, process
         self.controller = SimpleNamespace(tokenizer="tokenizer", vocab_size=260)
+        self.context = SimpleNamespace(max_sequence_length=8192)
         self.fail = asyncio.Event()
         self.stop = asyncio.Event()
         self.started: tuple | None = None
@@ -590,6 +609,7 @@ def test_how_many_front_ends_are_started_and_where(life, flags, dp, expected):
     assert options["num_replicas"] == expected[1]
     assert options["hostname"] == "127.0.0.1"
     assert (options["vocab_size"], options["model_name"]) == (260, "megatron")
+    assert options["max_sequence_tokens"] == 8192
     assert (options["parsers"], options["verbose"]) == ([], False)
     assert (options["api_keys"], options["limits"]) == (access.ApiKeys(), HttpSettings())
 
@@ -600,7 +620,7 @@ def test_front_ends_get_keys_and_limits_and_the_example_shows_a_key(life, monkey
     rank.live(press_ctrl_c)
     ((_, options),) = rank.front_ends
     assert options["api_keys"] == access.ApiKeys(["sesame"])
-    assert options["limits"].max_body_bytes == 3 * 2**20
+    assert options["limits"].largest_body(8192) == 3 * 2**20
     out = capsys.readouterr().out
     assert ' -H "Authorization: Bearer $KEY" -d ' in out
     assert "sesame" not in out

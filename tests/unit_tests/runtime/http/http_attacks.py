@@ -79,7 +79,9 @@ def attacks(draw: Any, apps: tuple[int, ...]) -> Attack:
     data = draw(bodies("chat" in path))
     if rough == "body":
         data = _edited(data, draw(_edits))
-    headers = [] if draw(st.integers(0, 2)) else draw(_headers)
+    headers = [] if draw(st.integers(0, 2)) else list(draw(_headers))
+    if all(name != "Content-Type" for name, _ in headers):
+        headers.append(("Content-Type", "application/json"))
     framed_twice = any(name == "Content-Length" for name, _ in headers)
     framing, data = draw(_framed(data, rough))
     lines = [f"{method} {path} HTTP/1.1", "Host: test"]

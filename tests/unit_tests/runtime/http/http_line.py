@@ -145,6 +145,7 @@ def request(
 ) -> bytes:
     """A request as bytes; a body that is no bytes is sent as JSON."""
     data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = {"Host": "test", "Content-Length": str(len(data))} | (headers or {})
+    lines = {"Host": "test", "Content-Length": str(len(data))}
+    lines |= {"Content-Type": "application/json"} | (headers or {})
     head = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in lines.items())]
     return "\r\n".join([*head, "", ""]).encode() + data

@@ -46,11 +46,22 @@ def parsed(*flags, host="127.0.0.1"):
     ],
 )
 def test_who_is_admitted(authorization, admitted):
-    assert ApiKeys(["one", "two"]).admit(authorization) is admitted
+    keys = ApiKeys(["one", "two"])
+    assert keys.admit(authorization) is admitted
+    assert (keys.identify(authorization) is not None) is admitted
 
 
 def test_without_keys_everybody_is():
     assert ApiKeys().admit(b"")
+    assert ApiKeys().identify(b"Bearer one") == ""
+
+
+def test_each_key_has_an_id_of_its_own_that_stays():
+    keys, renewed = ApiKeys(["one", "two"]), ApiKeys(["two", "three"])
+    one, two = (keys.identify(f"Bearer {name}".encode()) for name in ("one", "two"))
+    assert len({one, two}) == 2
+    assert renewed.identify(b"Bearer two") == two
+    assert len(two) == 16
 
 
 def test_every_key_is_compared_whichever_fits(monkeypatch):

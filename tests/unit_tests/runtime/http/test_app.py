@@ -462,6 +462,11 @@ BOTH_WRONG = [
     ({"stop": 5}, "stop must be a string or a list of strings.", WRONG_TYPE),
     ({"stop": ["a", 5]}, "stop must be a string or a list of strings.", WRONG_TYPE),
     ({"stop": ""}, "stop must not be empty.", "invalid_value"),
+    (
+        {"stop": ["a", "b" * 1025]},
+        "stop must have strings of at most 1024 characters.",
+        "invalid_value",
+    ),
     ({"stop": ["a"] * 65}, "stop must have at most 64 strings.", "invalid_value"),
     ({"stop": "\ud800"}, "stop has a lone surrogate, which is no character.", "invalid_value"),
     ({"ignore_eos": "no"}, "ignore_eos must be true or false.", WRONG_TYPE),
@@ -704,9 +709,7 @@ def nested(levels):
     return value
 
 
-@pytest.mark.parametrize(
-    "name", ["tools", "tool_choice", "chat_template_kwargs", "response_format", "made_up"]
-)
+@pytest.mark.parametrize("name", ["tools", "tool_choice", "chat_template_kwargs"])
 def test_what_is_nested_too_deeply_is_refused(name):
     for levels, wanted in ((20, 200), (40, 400), (400, 400)):
         value = nested(levels)
@@ -741,6 +744,165 @@ def test_a_request_has_no_more_choices_than_a_fleet_can_answer(prompts, n, most)
     message = f"prompt must have at most {most} prompts with n {n}."
     assert (status, body) == (400, error(message, "prompt"))
     assert client.seen == []
+
+
+CONTEXT = "This model's maximum context length was exceeded."
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [7] * 101},
+        {"prompt": [[7], [7] * 101], "n": 128},
+        {"prompt": ["x", "x" * 101], "n": 128},
+        {"prompt": "x" * 200_000, "n": 128},
+        {"messages": [{"role": "user", "content": "x" * 101}], "n": 128},
+        {"messages": [{"role": "user", "content": "x" * 200_000}]},
+    ],
+)
+def test_a_prompt_that_no_engine_can_take_gets_no_further(body):
+    class Unread(Tokenizer):
+        def detokenize(self, ids, **_):
+            raise AssertionError("nobody asked for its text")
+
+    client = Client()
+    path = CHAT if "messages" in body else COMPLETIONS
+    status, answer, _ = ask(app_with(client, Unread(), max_sequence_tokens=100), path, body)
+    found = answer["error"]
+    assert (status, found["code"]) == (400, "context_length_exceeded"), answer
+    assert found["message"].startswith(CONTEXT)
+    assert client.seen == []
+
+
+def test_a_prompt_that_fills_the_context_is_the_engine_s_to_answer():
+    """So is what asks for more tokens than are left: the engine cuts its answer."""
+    client = Client()
+    app = app_with(client, max_sequence_tokens=100)
+    assert complete(app, prompt=[7] * 100, max_tokens=5)[0] == 200
+    assert complete(app, prompt="x" * 100, max_tokens=10**6)[0] == 200
+    assert [len(prompt) for prompt, _ in client.seen] == [100, 100]
+    assert complete(app_with(client), prompt=[7] * 10**5)[0] == 200  # an unknown context
+
+
+@pytest.mark.parametrize(
+    ("body", "what", "param"),
+    [
+        (
+            {"prompt": ["x"] * 32, "n": 128, "max_tokens": 8000},
+            "4096 choices of up to 8000 tokens are 32768000",
+            "max_tokens",
+        ),
+        (
+            {"messages": HELLO, "n": 128, "max_completion_tokens": 32769},
+            "128 choices of up to 32769 tokens are 4194432",
+            "max_tokens",
+        ),
+        (
+            {"messages": HELLO, "n": 33},
+            "33 choices of up to 131049 tokens are 4324617",
+            "max_tokens",
+        ),
+        (
+            {"prompt": [[7] * 131072] * 33, "max_tokens": 1},
+            "The prompts of its choices are 4325376",
+            "prompt",
+        ),
+        (
+            {"prompt": "x" * 131072, "n": 33},
+            "The prompts of its choices are 4325376",
+            "prompt",
+        ),
+    ],
+)
+def test_the_choices_of_a_request_have_only_so_many_tokens(body, what, param):
+    client = Client()
+    path = CHAT if "messages" in body else COMPLETIONS
+    app = app_with(client, max_sequence_tokens=131072, max_body_bytes=2**26)
+    status, answer, _ = ask(app, path, body)
+    message = (
+        f"{what} tokens; this server takes requests of up to 4194304 "
+        "(--http-max-request-tokens). Send several requests."
+    )
+    assert (status, answer) == (400, error(message, param, "request_too_large"))
+    assert client.seen == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": HELLO, "n": 16},
+        {"messages": HELLO, "n": 32},
+        {"messages": HELLO, "n": 16, "max_tokens": 131072},
+        {"messages": HELLO, "n": 128, "max_tokens": 32768},
+        {"prompt": ["x"] * 32, "n": 128},
+        {"prompt": [7] * 130_000, "n": 16, "max_tokens": 1072},
+    ],
+)
+def test_what_rollouts_usually_ask_for_is_taken(body):
+    client = Client()
+    path = CHAT if "messages" in body else COMPLETIONS
+    status, answer, _ = ask(app_with(client, max_sequence_tokens=131072), path, body)
+    assert status == 200, answer
+    assert len(client.seen) == len(answer["choices"])
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_choices_share_one_prepared_prompt(path):
+    class Preparing(Client):
+        def __init__(self):
+            super().__init__()
+            self.prepared = []
+
+        def prepare(self, prompt):
+            self.prepared.append(prompt)
+            return tuple(prompt)
+
+    client = Preparing()
+    body = {"messages": HELLO, "prompt": ["A", "A", "BB"], "n": 128}
+    for _ in range(2):  # nothing is kept from one request to the next
+        assert ask(app_with(client), path, body)[0] == 200
+    prompts = 1 if path == CHAT else 3
+    assert len(client.prepared) == 2 * prompts
+    assert len(client.seen) == 2 * prompts * 128
+    assert len({id(prompt) for prompt, _ in client.seen}) == 2 * prompts
+
+
+def test_fields_that_no_endpoint_reads_are_not_looked_at():
+    client = Client()
+    deep = nested(400)
+    many = [[]] * 200_000
+    for ask_with in (chat, complete):
+        status, body, _ = ask_with(app_with(client), response_format=deep, made_up=many)
+        assert status == 200, body
+
+
+@pytest.mark.parametrize("name", ["tools", "tool_choice", "chat_template_kwargs"])
+def test_free_json_has_an_end(name):
+    value = {"enum": [[]] * 100_001}
+    status, body, _ = chat(app_with(), **{name: [value] if name == "tools" else value})
+    assert (status, body) == (400, error(f"{name} must not have more than 100000 values.", name))
+
+
+def test_messages_have_so_many_values_together():
+    messages = [{"role": "user", "content": "x", "extra": [0] * 600}] * 200
+    status, body, _ = chat(app_with(), messages=messages)
+    message = "The request must not have more than 100000 values."
+    assert (status, body["error"]["message"]) == (400, message)
+
+
+def test_only_the_tokens_of_the_last_answer_are_read():
+    """Clients send those of every turn, each with the whole conversation before it."""
+    spoken = {"role": "assistant", "content": "x", "generation_token_ids": [1]}
+    early, late = spoken | {"prompt_token_ids": [10**9]}, spoken | {"prompt_token_ids": [1]}
+    assert chat(app_with(), messages=[early, late, *HELLO])[0] == 200
+    assert chat(app_with(), messages=[late, early, *HELLO])[0] == 400
+    body = {"messages": [early], "prevent_retokenization": False}
+    assert ask(app_with(), CHAT, body)[0] == 200
+
+
+def test_a_completion_s_token_ids_are_detokenized_only_where_they_are_shown():
+    status, body, _ = complete(app_with(), prompt=[*b"hi"], n=2, echo=True)
+    assert (status, [each["text"] for each in body["choices"]]) == (200, ["hiok", "hiok"])
 
 
 def test_a_profiler_that_the_coordinator_would_not_obey_is_refused():
@@ -812,7 +974,8 @@ def test_a_body_that_is_too_large(announced):
     assert status == 413
     assert headers["Connection"] == "close"
     assert body == error(
-        "The request body is larger than this server accepts.", code="request_too_large"
+        "The request body is larger than this server accepts (--http-max-body-mib).",
+        code="request_too_large",
     )
 
 

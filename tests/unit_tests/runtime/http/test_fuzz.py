@@ -145,11 +145,11 @@ class Target:
             self._gate(ByteTokenizer(), keys=["key"]),
         ]
         unharmed = build_app(Client(), ByteTokenizer())
-        self._beside = gate.Gate(unharmed, ApiKeys(), LIMITS.max_body_bytes)
+        self._beside = gate.Gate(unharmed, ApiKeys(), LIMITS.largest_body())
 
     def _gate(self, tokenizer: Any, parsers: Any = (), keys: Any = ()) -> gate.Gate:
         app = build_app(
-            self._client, tokenizer, parsers=list(parsers), max_body_bytes=LIMITS.max_body_bytes
+            self._client, tokenizer, parsers=list(parsers), max_body_bytes=LIMITS.largest_body()
         )
         methods = self._methods
 
@@ -158,7 +158,7 @@ class Target:
                 methods.append(scope["method"])
                 await super().__call__(scope, receive, send)
 
-        return Watched(app, ApiKeys(keys), LIMITS.max_body_bytes)
+        return Watched(app, ApiKeys(keys), LIMITS.largest_body(), body_budget=2**20)
 
     async def take(self, attack: Attack) -> None:
         """One connection of an attacker, and one of somebody else in the middle of it."""

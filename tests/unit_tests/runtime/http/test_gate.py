@@ -1,6 +1,7 @@
 """The gate before the application, over the protocol and without sockets."""
 
 import asyncio
+import hashlib
 import logging
 
 import pytest
@@ -26,6 +27,10 @@ class App:
 
     async def __call__(self, scope, receive, send):
         self.asked.append(scope["path"])
+        self.key_id = scope["api_key_id"]
+        if scope["path"] == "/reads":
+            while (await receive()).get("more_body"):
+                pass
         if scope["path"] == "/fault":
             raise KeyError("secret")
         start = {"type": "http.response.start", "status": 200, "headers": []}
@@ -35,12 +40,12 @@ class App:
         await send({"type": "http.response.body", "body": b"{}", "more_body": False})
 
 
-def ask(path, headers=None, body=None, *, keys=("sesame",), method="POST", sent=None):
+def ask(path, headers=None, body=None, *, keys=("sesame",), method="POST", sent=None, host=None):
     """The answer, the application and the line; `sent` replaces the request's bytes."""
     app = App()
 
     async def talk():
-        line = Line(gate.Gate(app, ApiKeys(keys), 1000, 3))
+        line = Line(gate.Gate(app, ApiKeys(keys), 1000, 3, loopback_host=host))
         await line.send(sent or request(path, body, headers=headers, method=method))
         await line.settle()
         answers = line.answers([method])
@@ -78,6 +83,92 @@ def test_who_has_one_passes():
     answer, app, _ = ask("/v1/completions", KEY, {"prompt": "x"})
     assert (answer.status, app.asked) == (200, ["/v1/completions"])
     assert answer.headers.get("connection") != "close"
+
+
+def test_the_application_learns_which_key_it_was():
+    _, app, _ = ask("/v1/completions", KEY, keys=["sesame", "other"])
+    digest = hashlib.sha256(b"sesame").digest()
+    assert app.key_id == hashlib.sha256(digest).hexdigest()[:16]
+    assert ask("/v1/completions", {"Authorization": "Bearer x"}, keys=[])[1].key_id == ""
+
+
+JSON_TYPES = ["application/json", "Application/JSON; charset=utf-8", "application/vnd.x+json"]
+OTHER_TYPES = ["", "text/plain", "text/json", "multipart/form-data", "application/jsonx"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/start_profile"])
+def test_what_any_page_may_post_is_refused_where_no_key_is_asked_for(path):
+    for kind in OTHER_TYPES:
+        answer, app, line = ask(path, {"Content-Type": kind}, b"{}", keys=[])
+        assert (answer.status, app.asked) == (415, []), kind
+        assert "Content-Type: application/json" in answer.body["error"]["message"]
+        assert line.transport.closing
+        assert ask(path, {"Content-Type": kind} | KEY, b"{}")[0].status == 200
+    for kind in JSON_TYPES:
+        assert ask(path, {"Content-Type": kind}, b"{}", keys=[])[0].status == 200, kind
+
+
+HERE = ["localhost", "LOCALHOST.:5000", "127.0.0.1:5000", "127.9.9.9", "[::1]:5000", "[::1]", ""]
+ELSEWHERE = ["evil.example", "evil.example:5000", "10.0.0.1", "[::2]:80", "localhost.evil", "\xff"]
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "/v1/completions"), ("GET", "/v1/models")])
+def test_a_name_that_somebody_gave_this_machine_is_refused_where_no_key_is_asked_for(method, path):
+    for host in [*HERE, "my-name:80"]:
+        answer, *_ = ask(path, {"Host": host}, keys=[], host="my-name", method=method)
+        assert answer.status == 200, host
+    for host in ELSEWHERE:
+        headers = {"Host": host}
+        answer, app, _ = ask(path, headers, keys=[], host="my-name", method=method)
+        assert (answer.status, app.asked) == (403, []), host
+        assert answer.body["error"]["code"] == "forbidden"
+        assert ask(path, headers | KEY, host="my-name", method=method)[0].status == 200
+        assert ask(path, headers, keys=[], method=method)[0].status == 200  # served to others
+        assert ask("/health", headers, keys=[], host="my-name", method="GET")[0].status == 200
+    sent = f"{method} {path} HTTP/1.0\r\nContent-Type: application/json\r\n\r\n".encode()
+    assert ask(path, sent=sent, keys=[], host="my-name", method=method)[0].status == 200
+
+
+BODY = 4 * gate.LARGE_BODY
+
+
+def test_bodies_share_a_budget_and_give_it_back():
+    """Of a body of 256 KiB 64 are free, so that a budget of 400 KiB has room for two."""
+    app = App()
+    served = gate.Gate(app, ApiKeys(), BODY, body_budget=400 * 1024)
+    head = request("/reads", headers={"Content-Length": str(BODY)})
+    small = request("/reads", b"x" * gate.LARGE_BODY)
+
+    async def sent(pieces):
+        line = Line(served)
+        await line.send(pieces)
+        return line
+
+    async def talk():
+        most = [head, *[b"x" * 16_384] * 15]
+        first, second = [await sent(most) for _ in range(2)]
+        third = await sent(most)
+        await third.settle()
+        [refused] = third.answers()
+        beside = await sent(small)
+        await beside.settle()
+        [answer] = beside.answers()
+        await first.send(b"x" * 16_384)
+        await first.settle()
+        await second.hang_up()
+        again = [await sent([*most, b"x" * 16_384]) for _ in range(3)]
+        for line in again:
+            await line.settle()
+        statuses = [line.answers()[0].status for line in [first, *again]]
+        return refused, third.transport.closing, answer.status, statuses
+
+    refused, closing, beside, statuses = asyncio.run(talk())
+    assert (refused.status, refused.body["error"]["code"]) == (503, "no_memory")
+    assert refused.headers["retry-after"] == "1"
+    assert (refused.headers["connection"], closing) == ("close", True)
+    assert beside == 200
+    assert statuses == [200] * 4
+    assert served._budget._left == 400 * 1024
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/health"])

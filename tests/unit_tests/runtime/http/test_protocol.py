@@ -99,15 +99,18 @@ def test_requests_one_after_the_other_in_one_piece():
     assert [answer.body for answer in answers] == [1, 2, 3, 1, 2, 3]
 
 
+CHUNKED = b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
 def test_a_body_that_is_no_chunked_one_gets_one_answer():
-    head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST / HTTP/1.1\r\nHost: a\r\n" + CHUNKED
     [answer], line = talk(head, b"zz\r\nrubbish\r\n")
     assert answer.status == 400
     assert line.server.tasks == set()
 
 
 def test_a_bad_chunk_after_the_answer_just_ends_the_connection():
-    head = b"POST /unread HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /unread HTTP/1.1\r\nHost: a\r\n" + CHUNKED
     [answer], line = talk(head, *[b""] * 10, b"zz\r\nrubbish\r\n")
     assert answer.status == 200
     assert line.transport.closing

@@ -48,6 +48,10 @@ REPLY = {
 }
 
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+"""How a request begins that is written by hand."""
+
+
 class Tokenizer:
     vocab_size = 256
 
@@ -127,16 +131,16 @@ async def fetch(host, port, body=None, path="/v1/completions"):
     """One request on a connection of its own: status, headers and decoded body."""
     data = json.dumps(body or {"prompt": "hi", "max_tokens": 2}).encode()
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
     )
     reader, writer = await asyncio.open_connection(host, port)
     with closing(writer):
         writer.write(head.encode() + data)
-        answer = await reader.read()
-    head, _, content = answer.partition(b"\r\n\r\n")
-    first, *lines = head.decode().split("\r\n")
-    headers = dict(line.lower().split(": ", 1) for line in lines)
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().strip()
+        first, *lines = head.split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in lines)
+        content = await reader.readexactly(int(headers["content-length"]))
     return int(first.split()[1]), headers, json.loads(content)
 
 
@@ -319,8 +323,8 @@ def test_clients_read_the_refusal_of_what_they_are_still_sending(start, key, ope
 @pytest.mark.parametrize(
     ("beginning", "rest"),
     [
-        (b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX: ", b"y"),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n", b"{"),
+        (HEAD + b"X: ", b"y"),
+        (HEAD + b"Content-Length: 99\r\n\r\n", b"{"),
     ],
     ids=["headers", "body"],
 )
@@ -343,7 +347,7 @@ def test_a_client_that_trickles_is_answered_and_let_go(start, beginning, rest):
 
 def test_an_idle_client_is_let_go(start):
     url = start(replicas=1, limits=HttpSettings(idle_timeout=1))
-    request = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+    request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with (
         socket.create_connection(("127.0.0.1", port_of(url))) as silent,
         socket.create_connection(("127.0.0.1", port_of(url))) as served,
@@ -359,16 +363,104 @@ def test_a_client_that_does_not_read_is_let_go(start):
     """What a front end keeps for it would stay for ever."""
     url = start(replicas=1, limits=HttpSettings(body_timeout=1))
     prompt = json.dumps({"prompt": "wide", "max_tokens": 2}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(prompt)}\r\n\r\n"
+    head = HEAD + b"Content-Length: %d\r\n\r\n" % len(prompt)
     [front_end] = front_ends()
     with socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect(("127.0.0.1", port_of(url)))
-        deaf.sendall(head.encode() + prompt)
+        deaf.sendall(head + prompt)
         process = psutil.Process(front_end.pid)
         wait_until(lambda: any(_of(deaf, c) for c in process.net_connections("tcp")))
         wait_until(lambda: not any(_of(deaf, c) for c in process.net_connections("tcp")))
         assert ask(url, prompt="hi")[0] == 200
+
+
+@contextlib.contextmanager
+def stopping_short(port, clients, size):
+    """Clients that each send all but one byte of a body, or as much of it as is taken."""
+    head = HEAD + b"Content-Length: %d\r\n\r\n" % size
+    with contextlib.ExitStack() as stack:
+        for _ in range(clients):
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            with contextlib.suppress(ConnectionError):  # it was answered meanwhile
+                sock.sendall(head + b" " * (size - 1))
+        yield
+
+
+def memory_of_front_ends():
+    """Bytes of this server's HTTP processes, and of those that work for them."""
+    processes = [psutil.Process(each.pid) for each in front_ends()]
+    processes += [child for each in list(processes) for child in each.children()]
+    return sum(each.memory_info().rss for each in processes)
+
+
+def test_bodies_that_stop_short_take_no_more_memory_than_the_budget(start):
+    clients, size, budget = 100, 4 * 2**20, 8 * 2**20
+    limits = HttpSettings(max_body_mib=4, body_budget_mib=8)
+    url = start(replicas=1, limits=limits)
+    large = {"prompt": "hi", "max_tokens": 2, "user": "x" * (size - 1000)}
+    assert ask(url, **large)[0] == 200
+    before = memory_of_front_ends()
+    with stopping_short(port_of(url), clients, size):
+        assert ask(url, prompt="hi")[0] == 200
+        status, headers, body = ask(url, **large)
+        assert (status, body["error"]["code"]) == (503, "no_memory")
+        assert headers["retry-after"] == "1"
+        grown = memory_of_front_ends() - before
+    # What asyncio, uvicorn and a growing bytearray keep beside the bytes that count.
+    most = 2 * budget + clients * 4 * 2**16 + 16 * 2**20
+    print("\nhttp_bodies", json.dumps({"grown_mib": grown >> 20, "most_mib": most >> 20}))
+    assert grown <= most < clients * size / 4
+    wait_until(lambda: ask(url, **large)[0] == 200)
+
+
+HEAVY = {
+    "lists in an ignored field": lambda size: {"prompt": "hi", "user": [[]] * (size // 3)},
+    "lists in a tool": lambda size: {"messages": MESSAGES, "tools": [{"x": [[]] * (size // 3)}]},
+    "token ids": lambda size: {"prompt": [[7] * 131072] * (size // 2 // 131072)},
+    "keys": lambda size: {"prompt": "hi", "user": dict.fromkeys(map(hex, range(size // 12)), 1)},
+    "text": lambda size: {"prompt": "x" * size, "n": 128},
+}
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def longest_wait_beside(url, path, data):
+    """The longest wait of small requests while a large one is read, as a share of its time."""
+
+    async def talk():
+        port = port_of(url)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with closing(writer):
+            head = HEAD.replace(b"/v1/completions", path.encode())
+            writer.write(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+            began = time.monotonic()
+            answered = asyncio.ensure_future(reader.readline())
+            waits = []
+            while not answered.done():
+                asked = time.monotonic()
+                assert (await fetch("127.0.0.1", port))[0] == 200
+                waits.append(time.monotonic() - asked)
+            return max(waits), time.monotonic() - began, answered.result()
+
+    return asyncio.run(talk())
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_small_requests_do_not_wait_for_what_a_large_body_holds(start, name):
+    """However it ends: the share is that of the time until its first answer line."""
+    url = start(replicas=1, limits=HttpSettings(max_body_mib=8), max_sequence_tokens=131072)
+    body = HEAVY[name](8 * 2**20 - 1000)
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    data = json.dumps(body, separators=(",", ":")).encode()
+    found = []
+    for _ in range(3):  # the machine may be busy with something else
+        wait, whole, line = longest_wait_beside(url, path, data)
+        found.append(wait / whole)
+        figures = {"wait_ms": round(wait * 1e3), "whole_ms": round(whole * 1e3)}
+        print("\nhttp_large_body", name, json.dumps(figures), line.decode().strip())
+        if found[-1] < 0.5:
+            break
+    assert min(found) < 0.5
 
 
 def _of(sock, connection):
@@ -491,9 +583,7 @@ def test_stop_is_quick_also_with_requests_in_flight(start, server):
     url = start()
     with socket.create_connection(("127.0.0.1", port_of(url))) as waiting:
         body = b'{"prompt": "wait"}'
-        waiting.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Length: 18\r\n\r\n"
-        )
+        waiting.sendall(HEAD + b"Content-Length: 18\r\n\r\n")
         waiting.sendall(body)
         time.sleep(0.2)
         processes = front_ends()
@@ -524,7 +614,7 @@ def test_what_is_asked_before_a_drain_is_answered_and_nothing_else_is_taken(star
 def test_a_drain_ends_when_its_time_is_over(start, server):
     url = start(replicas=1)
     with socket.create_connection(("127.0.0.1", port_of(url))) as waiting:
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Length: 18\r\n\r\n"
+        head = HEAD + b"Content-Length: 18\r\n\r\n"
         waiting.sendall(head + b'{"prompt": "wait"}')
         time.sleep(0.2)
         began = time.monotonic()

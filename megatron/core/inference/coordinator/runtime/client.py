@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ __all__ = [
     "Disconnected",
     "InferenceClient",
     "Overloaded",
+    "Prepared",
     "RequestFailed",
 ]
 
@@ -60,6 +62,25 @@ class Disconnected(RequestFailed):
     def __init__(self, text: str):
         super().__init__(m.ErrorCode.NOT_CONNECTED, f"{text}; send the request again")
         self.retryable = True
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt as it travels, made once for several requests; see `InferenceClient.prepare`.
+
+    Attributes:
+        tokens: How many it has; -1 for a text that nobody has tokenized.
+        packed: The prompt.
+        text: The text that was tokenized, if any.
+        block_size: Tokens in the blocks that are hashed; 0 where none are.
+        hashes: Packed block hashes; None where none are needed.
+    """
+
+    tokens: int
+    packed: bytes
+    text: str | None = None
+    block_size: int = 0
+    hashes: bytes | None = None
 
 
 class InferenceClient:
@@ -130,14 +151,34 @@ class InferenceClient:
 
     # --- requests ----------------------------------------------------------------------------
 
+    def prepare(self, prompt: str | list[int] | np.ndarray, add_bos: bool = False) -> Prepared:
+        """Tokenize, pack and hash a prompt that several requests have in common.
+
+        Args:
+            prompt: Text, or token ids of shape [n].
+            add_bos: Whether a text begins with a BOS token.
+
+        Returns:
+            What `add_request` takes instead of the prompt. It does not change with the prompt.
+        """
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                return Prepared(-1, wire.pack(prompt))
+            tokens = text.tokenize(self.tokenizer, prompt, add_bos)
+            return self._hash(tokens, prompt)
+        return self._hash(prompt)
+
     def add_request(
-        self, prompt: str | list[int] | np.ndarray, sampling_params: SamplingParams
+        self,
+        prompt: str | list[int] | np.ndarray | Prepared,
+        sampling_params: SamplingParams,
     ) -> asyncio.Future:
         """Submit a request.
 
         Args:
-            prompt: Text, or token ids of shape [n].
-            sampling_params: How to sample.
+            prompt: Text, or token ids of shape [n], or what `prepare` made of them.
+            sampling_params: How to sample. Whether a text begins with a BOS token was settled when
+                it was prepared.
 
         Returns:
             A future of the answer: a dict, or a `DynamicInferenceRequest` with `deserialize`.
@@ -162,21 +203,37 @@ class InferenceClient:
         return future
 
     def _submission(
-        self, request_id: int, prompt: str | list[int] | np.ndarray, sampling_params: SamplingParams
+        self,
+        request_id: int,
+        prompt: str | list[int] | np.ndarray | Prepared,
+        sampling_params: SamplingParams,
     ) -> m.SubmitRequest:
         sampling = sampling_params.serialize()
-        if isinstance(prompt, str) and self.tokenizer is not None:
-            tokens = text.tokenize(self.tokenizer, prompt, bool(sampling.get("add_BOS")))
-            self._prompt_texts[request_id], prompt = prompt, tokens
+        if not isinstance(prompt, Prepared):
+            prompt = self.prepare(prompt, bool(sampling.get("add_BOS")))
+        elif prompt.block_size != self._hashed_block_size and prompt.tokens >= 0:
+            # The coordinator has been replaced since by another that routes otherwise.
+            prompt = self._hash(wire.unpack(prompt.packed), prompt.text)
+        if prompt.text is not None:
+            self._prompt_texts[request_id] = prompt.text
         if self.tokenizer is None:
             sampling[released.DETOKENIZE] = True
-        if isinstance(prompt, str):
+        if prompt.tokens < 0:
             self._count_unhashed()
-            return m.SubmitRequest(request_id, -1, wire.pack(sampling), wire.pack(prompt))
-        hashes = packed_block_hashes(prompt, self._block_size) if self._hashed else None
+        return m.SubmitRequest(
+            request_id, prompt.tokens, wire.pack(sampling), prompt.packed, prompt.hashes
+        )
+
+    def _hash(self, prompt: list[int] | np.ndarray, given: str | None = None) -> Prepared:
+        """Tokens as they travel; `given` is the text that they were made of."""
+        block_size = self._hashed_block_size
+        hashes = packed_block_hashes(prompt, block_size) if block_size else None
         tokens = prompt if isinstance(prompt, list) else np.asarray(prompt).tolist()
-        packed = wire.pack(tokens)
-        return m.SubmitRequest(request_id, len(tokens), wire.pack(sampling), packed, hashes)
+        return Prepared(len(tokens), wire.pack(tokens), given, block_size, hashes)
+
+    @property
+    def _hashed_block_size(self) -> int:
+        return self._block_size if self._hashed else 0
 
     def _count_unhashed(self) -> None:
         self.unhashed_requests += 1

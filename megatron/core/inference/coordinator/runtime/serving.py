@@ -199,6 +199,7 @@ class Server:
             hostname=args.host,
             model_name=args.model_name,
             vocab_size=setup.engine.controller.vocab_size,
+            max_sequence_tokens=setup.engine.context.max_sequence_length,
             api_keys=access.keys_from_args(args),
             limits=HttpSettings.from_mapping(vars(args)),
         )

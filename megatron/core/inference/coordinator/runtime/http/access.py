@@ -23,6 +23,7 @@ FLAG = "--api-key"
 FILE_FLAG = "--api-key-file"
 
 _SCHEME = "bearer"
+_ID_DIGITS = 16
 
 
 class ApiKeys:
@@ -76,19 +77,28 @@ class ApiKeys:
         return f"<{len(self)} API keys>"
 
     def admit(self, authorization: bytes) -> bool:
-        """Whether a request may pass, in a time that tells nothing about the keys.
+        """Whether a request may pass; see `identify`."""
+        return self.identify(authorization) is not None
+
+    def identify(self, authorization: bytes) -> str | None:
+        """The id of the key that a request presents, in a time that tells nothing about the keys.
 
         Args:
             authorization: The value of its Authorization header; empty if it has none.
+
+        Returns:
+            16 hex digits that do not lead back to the key; empty where no key is asked for. None:
+            the request may not pass.
         """
         if not self._digests:
-            return True
+            return ""
         scheme, _, key = authorization.partition(b" ")
         given = hashlib.sha256(key.strip()).digest()
         found = False
         for digest in self._digests:  # all of them, whichever fits
             found |= hmac.compare_digest(given, digest)
-        return found and scheme.lower() == _SCHEME.encode()
+        admitted = found and scheme.lower() == _SCHEME.encode()
+        return hashlib.sha256(given).hexdigest()[:_ID_DIGITS] if admitted else None
 
 
 def add_http_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -159,7 +169,7 @@ def notes(args: argparse.Namespace) -> list[str]:
     path = args.api_key_file
     if path is not None and path.stat().st_mode & 0o077:
         found.append(f"{FILE_FLAG} {path} can be read by others; chmod 600 {path}")
-    if not _is_loopback(args.host) and not len(keys_from_args(args)):
+    if not is_loopback(args.host) and not len(keys_from_args(args)):
         found.append(
             f"everybody who reaches {args.host} may send requests; {FLAG} or {VARIABLE} asks them "
             "for a key"
@@ -167,7 +177,8 @@ def notes(args: argparse.Namespace) -> list[str]:
     return found
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a name or address means this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -13,28 +13,24 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTo
 from megatron.core.inference.coordinator.runtime.http import errors, jsons
 from megatron.core.inference.coordinator.runtime.http.errors import ApiError
 from megatron.core.inference.coordinator.runtime.http.limits import HttpSettings
+from megatron.core.inference.coordinator.runtime.http.planning import (
+    NAMES,
+    Desk,
+    Planner,
+    PromptTokenizer,
+)
 from megatron.core.inference.coordinator.runtime.http.recording import (
     RecordingClient,
-    RepeatingTokenizer,
     Work,
     finish,
 )
-from megatron.core.inference.coordinator.runtime.http.validation import (
-    Plan,
-    chat_plan,
-    completion_plan,
-)
+from megatron.core.inference.coordinator.runtime.http.validation import Bounds, Plan
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL_NAME = "megatron"
 
 _LIMITS = HttpSettings()
-
-_PLANNERS = {
-    endpoints.ChatCompletions.name: chat_plan,
-    endpoints.Completions.name: completion_plan,
-}
 
 
 def build_app(
@@ -46,9 +42,12 @@ def build_app(
     model_name: str = DEFAULT_MODEL_NAME,
     replica: int = 0,
     vocab_size: int | None = None,
-    max_body_bytes: int = _LIMITS.max_body_bytes,
+    max_sequence_tokens: int | None = None,
+    max_request_tokens: int = _LIMITS.max_request_tokens,
+    max_body_bytes: int = _LIMITS.largest_body(),
     body_timeout: float = _LIMITS.body_timeout,
     may_control: bool = True,
+    desk: Desk | None = None,
 ) -> Quart:
     """Builds the application of one front end.
 
@@ -61,10 +60,17 @@ def build_app(
         replica: Which front end this is; sent along as header `x-frontend-replica`.
         vocab_size: Token ids in requests must be below it: others can crash an engine. None: the
             tokenizer's, if it has one. A model whose vocabulary is padded may answer with more.
+        max_sequence_tokens: Longest sequence of the model, beyond which its engines refuse a
+            prompt; None: unknown.
+        max_request_tokens: Most tokens over all choices of a request.
         max_body_bytes: Larger bodies are refused with status 413.
         body_timeout: Seconds for a body to come, and for an answer to be taken.
         may_control: Whether the client may send control signals, such as the profiler's.
+        desk: Where requests are planned, by the bounds above. None: in this process.
     """
+    if desk is None:
+        bounds = bounds_of(tokenizer, vocab_size, max_sequence_tokens, max_request_tokens)
+        desk = Desk(Planner(tokenizer, bounds))
     app = Quart(__name__, static_folder=None)
     app.request_class = PlannedRequest
     app.json = AnswerJSON(app)
@@ -76,10 +82,10 @@ def build_app(
         MODEL_NAME=model_name,
         REPLICA=str(replica),
         MAY_CONTROL=may_control,
-        VOCAB_SIZE=vocab_size or _vocab_size(tokenizer),
+        DESK=desk,
         # The endpoints look these four up:
-        client=RecordingClient(client),
-        tokenizer=RepeatingTokenizer(tokenizer),
+        client=RecordingClient(client, desk.bounds),
+        tokenizer=PromptTokenizer(tokenizer),
         parsers=parsers,
         verbose=verbose,
     )
@@ -96,20 +102,33 @@ def build_app(
 
 
 class BoundedBody(Body):
-    """A body that stops growing at its limit, also when nobody announced its length."""
+    """A body that stops growing at its limit, also when nobody announced its length.
 
-    _received = 0
+    It comes whole or not at all, and takes no more memory than its bytes, however small the pieces
+    are that they come in.
+    """
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._pieces = bytearray()
 
     async def put(self, data: bytes) -> None:
         """Takes the next piece, unless the body has become too large."""
-        self._received += len(data)
         limit = self._max_content_length
-        if limit is not None and self._received > limit:
+        if limit is not None and len(self._pieces) + len(data) > limit:
             self._must_raise = RequestEntityTooLarge()
         if self._must_raise is None:
-            await super().put(data)
+            self._pieces += data
         else:
-            self._complete.set()
+            self._pieces = bytearray()
+            self.set_complete()
+
+    def set_complete(self) -> None:
+        """Ends the body, so that who waits for it gets it."""
+        if not self._complete.is_set():
+            self._queue.put_nowait(bytes(self._pieces))
+            self._pieces = bytearray()
+            super().set_complete()
 
 
 class PlannedRequest(Request):
@@ -154,17 +173,10 @@ async def _keep_out() -> None:
 
 async def _plan() -> None:
     """Checks a request and puts it in the form that its endpoint can read."""
-    planner = _PLANNERS.get(request.blueprint or "")
-    if planner is None or request.method != "POST":
+    if request.blueprint not in NAMES or request.method != "POST":
         return
     data = await request.get_data(cache=False)
-    try:
-        body = jsons.loads(data)
-    except ValueError as error:
-        raise errors.invalid(
-            None, f"The request body is not valid JSON: {error}.", "invalid_json"
-        ) from None
-    request.plan = planner(body, current_app.config["VOCAB_SIZE"])
+    request.plan = await current_app.config["DESK"].plan(request.blueprint, data)
     g.work = Work(request.plan)
 
 
@@ -225,6 +237,16 @@ def _add_models(app: Quart, name: str) -> None:
     for prefix in ("", "/v1"):
         app.add_url_rule(f"{prefix}/models", f"models{prefix}", models)
         app.add_url_rule(f"{prefix}/models/<path:wanted>", f"one_model{prefix}", one_model)
+
+
+def bounds_of(
+    tokenizer: Any,
+    vocab_size: int | None,
+    max_sequence_tokens: int | None,
+    max_request_tokens: int,
+) -> Bounds:
+    """The bounds of an application's requests; see `build_app`."""
+    return Bounds(vocab_size or _vocab_size(tokenizer), max_sequence_tokens, max_request_tokens)
 
 
 def _vocab_size(tokenizer: Any) -> int | None:

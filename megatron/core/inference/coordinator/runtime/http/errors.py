@@ -3,7 +3,8 @@
 Pure: the endpoints' texts and the failures of a request's futures come in, an `ApiError` goes out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 STATUS_OF_CODE = {"overloaded": 429, "no_replica": 503, "replica_lost": 503}
@@ -41,7 +42,7 @@ _TEXT_OF_STATUS = {
     "/v1/completions, /v1/models and /v1/health.",
     405: "{path} does not take {method} requests.",
     408: "The request did not come in time.",
-    413: "The request body is larger than this server accepts.",
+    413: "The request body is larger than this server accepts (--http-max-body-mib).",
     431: "The request's headers are larger than this server accepts.",
 }
 _HEADERS_OF_STATUS = {
@@ -49,7 +50,7 @@ _HEADERS_OF_STATUS = {
     429: {"Retry-After": str(RETRY_AFTER_S)},
     503: {"Retry-After": str(RETRY_AFTER_S)},
 }
-_UNREAD = frozenset({401, 408, 413})
+_UNREAD = frozenset({401, 403, 408, 413, 415})
 """Statuses of answers to a request whose body is not, or not wholly, read: the connection cannot be
 used again."""
 
@@ -63,6 +64,7 @@ class ApiError(Exception):
         type: OpenAI's class of error.
         param: The field at fault, where there is one.
         code: What a program can tell errors apart by.
+        unread: Whether the request's body is left unread, so that the connection has to end.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
+        unread: bool = False,
     ):
         super().__init__(message)
         self.status = status
@@ -79,6 +82,11 @@ class ApiError(Exception):
         self.type = _type_of(status)
         self.param = param
         self.code = code
+        self.unread = unread or status in _UNREAD
+
+    def __reduce__(self) -> tuple[Callable[..., "ApiError"], tuple[int, str]]:
+        make = partial(ApiError, param=self.param, code=self.code, unread=self.unread)
+        return make, (self.status, self.message)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -95,7 +103,7 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """Headers that belong to the error: what to send, when to try again."""
-        closing = {"Connection": "close"} if self.status in _UNREAD else {}
+        closing = {"Connection": "close"} if self.unread else {}
         return _HEADERS_OF_STATUS.get(self.status, {}) | closing
 
 
@@ -117,6 +125,12 @@ def of_status(status: int, method: str, path: str, reason: str = "") -> ApiError
     text = template.format(method=method, path=path) if template else reason
     code = _CODE_OF_STATUS.get(status, "bad_request" if status < 500 else "internal_error")
     return ApiError(status, text or "The request failed.", code=code)
+
+
+def context_exceeded(tokens: int, most: int, param: str | None = None) -> ApiError:
+    """The error of a prompt that no engine can take."""
+    text = f"{CONTEXT_EXCEEDED} The prompt has {tokens} tokens; at most {most} fit. Shorten it."
+    return ApiError(400, text, param=param, code="context_length_exceeded")
 
 
 def internal() -> ApiError:

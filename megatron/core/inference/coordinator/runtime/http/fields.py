@@ -17,11 +17,17 @@ LARGEST_INT = 2**31 - 1
 MAX_STOP_WORDS = 64
 """The engine compares every stop word after every token."""
 
+MAX_STOP_LENGTH = 1024
+"""Characters of a stop word: each choice carries a copy of all of them."""
+
 MAX_ITEMS = 10_000
 """Most messages, tools or parts of a content: each costs time in the one thread of a front end."""
 
 MAX_DEPTH = 64
 """Deepest nesting of free JSON: templates and encoders go down one call a level."""
+
+MAX_VALUES = 100_000
+"""Most values in the free JSON of a body: each takes up to 200 bytes, and holds up the loop."""
 
 TEMPLATE_ARGUMENTS = frozenset(
     {
@@ -111,13 +117,16 @@ def not_taken(name: str) -> ApiError:
     return invalid(name, text, "unsupported_parameter")
 
 
-def shallow(name: str, value: Any) -> None:
-    """Passes JSON that is not nested too deeply."""
-    level = [value]
+def free_json(name: str, value: Any) -> int:
+    """Passes JSON that is neither nested too deeply nor has too many values; how many it has."""
+    level, values = [value], 1
     for _ in range(MAX_DEPTH):
+        values += sum(len(each) for each in level if isinstance(each, (dict, list)))
+        if values > MAX_VALUES:
+            raise invalid(name, f"{name} must not have more than {MAX_VALUES} values.")
         level = [child for each in level for child in _children(each)]
         if not level:
-            return
+            return values
     raise invalid(name, f"{name} must not be nested deeper than {MAX_DEPTH} levels.")
 
 
@@ -161,6 +170,8 @@ def stop_words(name: str, value: Any) -> list[str]:
         raise invalid(name, f"{name} must be a string or a list of strings.", _WRONG_TYPE)
     if len(words) > MAX_STOP_WORDS:
         raise invalid(name, f"{name} must have at most {MAX_STOP_WORDS} strings.")
+    if any(len(word) > MAX_STOP_LENGTH for word in words):
+        raise invalid(name, f"{name} must have strings of at most {MAX_STOP_LENGTH} characters.")
     return [filled_text(name, word) for word in words]
 
 

@@ -6,8 +6,9 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from megatron.core.inference.coordinator.runtime.http import errors, jsons
-from megatron.core.inference.coordinator.runtime.http.access import ApiKeys
+from megatron.core.inference.coordinator.runtime.http.access import ApiKeys, is_loopback
 from megatron.core.inference.coordinator.runtime.http.errors import ApiError
+from megatron.core.inference.coordinator.runtime.http.limits import LARGE_BODY
 
 logger = logging.getLogger(__name__)
 
@@ -23,47 +24,90 @@ LINGER_S = 1.0
 """Seconds between an answer that does not wait for the request's body and the connection's end: one
 that is closed while more is coming is reset, and some systems forget the answer then."""
 
+_NOT_JSON = (
+    "Send POST requests with 'Content-Type: application/json'. Without API keys, this keeps web "
+    "pages from sending requests through their readers' browsers."
+)
+_NOT_THIS_HOST = (
+    "The Host header names neither this machine's loopback nor the host that is served. Without "
+    "API keys, this keeps web pages from reaching this server under a name of their own. Use its "
+    "own address, or start it with --api-key."
+)
+_NO_ROOM = "This server has no memory for another large request body now. Try again later."
+
 
 class Gate:
     """An ASGI application around another.
 
     Whoever has no key, or announces a body that is too large, is answered here: nothing of the
-    body is read, and the application does not hear of it. What the application lets escape
-    becomes an answer as well.
+    body is read, and the application does not hear of it. So is a web page that sends requests
+    from a browser on a machine that asks for no key. What the application lets escape becomes an
+    answer as well. The application finds the key's id in `scope["api_key_id"]`.
 
     Args:
         app: The application; it sees HTTP requests whose paths begin with a slash.
         keys: The keys that open the gate.
         max_body_bytes: Larger bodies are refused. The application counts those that grow.
         replica: Which front end this is; sent along as header `x-frontend-replica`.
+        body_budget: Bytes that all bodies may hold beyond the first `LARGE_BODY` of each, until
+            they are answered. One that finds no room is answered with 503, not 429: it is this
+            server that lacks something, whoever asks.
+        loopback_host: The name or address that is served, where it is one of this machine alone:
+            requests without a key must then name it, or the loopback. None: any Host will do.
     """
 
-    def __init__(self, app: App, keys: ApiKeys, max_body_bytes: int, replica: int = 0):
+    def __init__(
+        self,
+        app: App,
+        keys: ApiKeys,
+        max_body_bytes: int,
+        replica: int = 0,
+        body_budget: int | None = None,
+        loopback_host: str | None = None,
+    ):
         self._app = app
         self._keys = keys
         self._max_body_bytes = max_body_bytes
         self._replica = str(replica)
+        self._budget = _Budget(body_budget, max_body_bytes)
+        self._loopback_host = loopback_host
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Answers one request, or lets it pass."""
-        exchange = _Exchange(scope["headers"], receive, send)
+        exchange = _Exchange(scope["headers"], receive, send, self._budget)
         error = self._refusal(scope)
-        if error is None:
-            try:
-                return await self._app(scope, exchange.receive, exchange.send)
-            except Exception as fault:
-                logger.error("http_request_failed path=%r", scope["path"], exc_info=fault)
-                if exchange.answered:
-                    raise
-                error = errors.internal()
-        return await exchange.answer(error, self._replica)
+        try:
+            if error is None:
+                error = await self._pass(scope, exchange)
+            if error is not None:
+                await exchange.answer(error, self._replica)
+        finally:
+            exchange.end()
+
+    async def _pass(
+        self, scope: MutableMapping[str, Any], exchange: "_Exchange"
+    ) -> ApiError | None:
+        """Lets the application answer; the error to answer with where it does not."""
+        try:
+            await self._app(scope, exchange.receive, exchange.send)
+        except Exception as fault:
+            if exchange.refusal is not None and not exchange.answered:
+                return exchange.refusal
+            logger.error("http_request_failed path=%r", scope["path"], exc_info=fault)
+            if exchange.answered:
+                raise
+            return errors.internal()
+        return None
 
     def _refusal(self, scope: MutableMapping[str, Any]) -> ApiError | None:
         path = scope["path"]
-        if path not in OPEN_PATHS and not self._keys.admit(
-            _header(scope["headers"], b"authorization")
-        ):
-            return errors.of_status(401, scope["method"], path)
+        scope["api_key_id"] = self._keys.identify(_header(scope["headers"], b"authorization"))
+        if path not in OPEN_PATHS:
+            if scope["api_key_id"] is None:
+                return errors.of_status(401, scope["method"], path)
+            refusal = self._page_refusal(scope)
+            if refusal is not None:
+                return refusal
         length = _header(scope["headers"], b"content-length")
         if length.isdigit() and int(length[:20]) > self._max_body_bytes:
             return errors.of_status(413, scope["method"], path)
@@ -71,17 +115,78 @@ class Gate:
             return errors.of_status(404, scope["method"], path)
         return None
 
+    def _page_refusal(self, scope: MutableMapping[str, Any]) -> ApiError | None:
+        """Refuses what a web page could send that knows no key.
+
+        A browser sends other pages' JSON only after asking for it with OPTIONS, which nothing here
+        permits; and a page that has its own name lead here still sends that name.
+        """
+        if len(self._keys):
+            return None
+        if scope["method"] == "POST" and not _is_json(_header(scope["headers"], b"content-type")):
+            return ApiError(415, _NOT_JSON, code="unsupported_media_type")
+        host = _name_of(_header(scope["headers"], b"host"))
+        if self._loopback_host is None or host in ("", self._loopback_host) or is_loopback(host):
+            return None
+        return ApiError(403, _NOT_THIS_HOST, code="forbidden")
+
+
+class _Budget:
+    """Bytes that large bodies may hold together.
+
+    Args:
+        total: How many; None: any number.
+        largest: No body counts for more: the application drops the rest.
+    """
+
+    def __init__(self, total: int | None, largest: int):
+        self._left = total
+        self._largest = largest
+
+    def grow(self, taken: int, received: int) -> int | None:
+        """Makes room for a body of which more has come.
+
+        Args:
+            taken: What was taken for it so far.
+            received: How much of it has come.
+
+        Returns:
+            What is taken for it now. None: there is no room, and nothing more is taken.
+        """
+        wanted = max(0, min(received, self._largest) - LARGE_BODY)
+        if self._left is None:
+            return taken
+        if wanted - taken > self._left:
+            return None
+        self._left -= wanted - taken
+        return wanted
+
+    def give_back(self, taken: int) -> None:
+        """Takes back what a body held."""
+        if self._left is not None:
+            self._left += taken
+
 
 class _Exchange:
     """A request and its answer, whose end waits a moment where the client may still be sending.
 
     Attributes:
         answered: Whether an answer has begun.
+        refusal: Why no more of the body is taken.
     """
 
-    def __init__(self, headers: Iterable[tuple[bytes, bytes]], receive: Receive, send: Send):
+    def __init__(
+        self,
+        headers: Iterable[tuple[bytes, bytes]],
+        receive: Receive,
+        send: Send,
+        budget: _Budget,
+    ):
         headers = list(headers)
         self.answered = False
+        self.refusal: ApiError | None = None
+        self._budget = budget
+        self._received = self._taken = 0
         self._receive = receive
         self._send = send
         self._closing = False
@@ -93,7 +198,18 @@ class _Exchange:
         message = await self._receive()
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
             self._coming = False
+        self._received += len(message.get("body", b""))
+        taken = self._budget.grow(self._taken, self._received)
+        if taken is None:
+            self.refusal = ApiError(503, _NO_ROOM, code="no_memory", unread=True)
+            raise self.refusal
+        self._taken = taken
         return message
+
+    def end(self) -> None:
+        """Gives back what the body held."""
+        self._budget.give_back(self._taken)
+        self._taken = 0
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -117,6 +233,21 @@ class _Exchange:
         encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         await self.send({"type": "http.response.start", "status": error.status, "headers": encoded})
         await self.send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _is_json(content_type: bytes) -> bool:
+    kind = content_type.partition(b";")[0].strip().lower()
+    return kind == b"application/json" or (
+        kind.startswith(b"application/") and kind.endswith(b"+json")
+    )
+
+
+def _name_of(host: bytes) -> str:
+    """The name or address in a Host header, without its port."""
+    text = host.decode("latin-1").strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0].removesuffix(".")
 
 
 def _header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes:

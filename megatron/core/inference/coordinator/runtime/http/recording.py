@@ -12,7 +12,7 @@ from typing import Any
 from quart import g
 
 from megatron.core.inference.coordinator.runtime.http.errors import invalid
-from megatron.core.inference.coordinator.runtime.http.validation import Plan
+from megatron.core.inference.coordinator.runtime.http.validation import Bounds, Plan
 
 
 @dataclass(slots=True)
@@ -23,11 +23,13 @@ class Work:
         plan: What was asked for.
         submitted: Each engine request's prompt tokens and future.
         finished: Whether the answer has been completed with what is known here.
+        prepared: The prompt that was submitted last, as the endpoint and as the client have it.
     """
 
     plan: Plan
     submitted: list[tuple[int, asyncio.Future]] = field(default_factory=list)
     finished: bool = False
+    prepared: tuple[Any, Any] = (None, None)
 
     def failures(self) -> list[BaseException]:
         """Exceptions of the engine requests."""
@@ -56,26 +58,38 @@ class Work:
 
 
 class RecordingClient:
-    """The inference client as the endpoints see it; whatever else it can do is passed through."""
+    """The inference client as the endpoints see it; whatever else it can do is passed through.
 
-    def __init__(self, client: Any):
+    Args:
+        client: The inference client. Where it has `prepare`, a prompt is packed and hashed once
+            for all its choices.
+        bounds: What requests may ask for.
+    """
+
+    def __init__(self, client: Any, bounds: Bounds):
         self._client = client
+        self._bounds = bounds
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
-    def add_request(self, prompt: list[int], sampling_params: Any) -> asyncio.Future:
+    def add_request(self, prompt: Any, sampling_params: Any) -> asyncio.Future:
         """Submits a prompt with the request's stop words and notes its future in `g.work`.
 
+        Args:
+            prompt: Token ids; while it is the same object, it has the same ids.
+            sampling_params: How to sample.
+
         Raises:
-            ApiError: The prompt came out without any token.
+            ApiError: The prompt came out without any token, or with too many.
         """
         work: Work = g.work
-        if not len(prompt):
-            raise invalid(None, "The prompt has no tokens.")
+        if work.prepared[0] is not prompt:
+            self._check(prompt, work.plan.copies, sampling_params.num_tokens_to_generate)
+            work.prepared = prompt, self._prepare(prompt)
         if work.plan.stop:
             sampling_params.stop_words = list(work.plan.stop)
-        future = self._client.add_request(prompt, sampling_params)
+        future = self._client.add_request(work.prepared[1], sampling_params)
         if future.done():
             _fill_log_probs(future)
         else:
@@ -83,24 +97,19 @@ class RecordingClient:
         work.submitted.append((len(prompt), future))
         return future
 
+    def _check(self, prompt: Any, copies: int, max_tokens: int | None) -> None:
+        if not len(prompt):
+            raise invalid(None, "The prompt has no tokens.")
+        self._bounds.check_prompt(len(prompt), copies)
+        most = self._bounds.max_sequence_tokens
+        if max_tokens is None and most is not None:  # then the engine goes on to the end
+            self._bounds.check_answers(most - len(prompt), copies)
 
-class RepeatingTokenizer:
-    """A tokenizer that does the work once for a prompt that is repeated for its choices."""
-
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
-        self._seen: Any = None
-        self._tokens: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def tokenize(self, text: str) -> list[int]:
-        """The token ids of `text`."""
-        if text is not self._seen:
-            self._tokens = self._tokenizer.tokenize(text)
-            self._seen = text
-        return self._tokens
+    def _prepare(self, prompt: Any) -> Any:
+        prepare = getattr(self._client, "prepare", None)
+        if prepare is not None:
+            return prepare(prompt)
+        return prompt if isinstance(prompt, list) else prompt.tolist()
 
 
 def finish(answer: dict[str, Any], work: Work, model: str) -> None:

@@ -20,10 +20,11 @@ import torch
 import uvicorn
 
 from megatron.core.inference.coordinator.runtime.http.access import ApiKeys
-from megatron.core.inference.coordinator.runtime.http.app import build_app
+from megatron.core.inference.coordinator.runtime.http.app import bounds_of, build_app
 from megatron.core.inference.coordinator.runtime.http.gate import Gate
 from megatron.core.inference.coordinator.runtime.http.limits import HttpSettings
 from megatron.core.inference.coordinator.runtime.http.logs import Throttle
+from megatron.core.inference.coordinator.runtime.http.planning import Desk, Planner, start_beside
 from megatron.core.inference.coordinator.runtime.http.ports import listening_socket
 from megatron.core.inference.coordinator.runtime.http.protocol import Protocol
 from megatron.core.inference.coordinator.runtime.keys import KeyRing, remember
@@ -60,6 +61,8 @@ class ReplicaSettings:
         api_keys: Keys that requests must present; none: anybody may send requests.
         limits: How much and how slowly a client may send.
         keys: For the coordinator; None where it speaks in plain.
+        max_sequence_tokens: Longest sequence of the model; None: unknown.
+        loopback_host: The name or address that is served, if only this machine can reach it.
     """
 
     coordinator_addr: str
@@ -74,6 +77,24 @@ class ReplicaSettings:
     api_keys: ApiKeys
     limits: HttpSettings
     keys: KeyRing | None = None
+    max_sequence_tokens: int | None = None
+    loopback_host: str | None = None
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The largest body of a request."""
+        return self.limits.largest_body(self.max_sequence_tokens)
+
+    @property
+    def planner(self) -> Planner:
+        """How requests are planned."""
+        bounds = bounds_of(
+            self.tokenizer,
+            self.vocab_size,
+            self.max_sequence_tokens,
+            self.limits.max_request_tokens,
+        )
+        return Planner(self.tokenizer, bounds)
 
 
 class Report(NamedTuple):
@@ -105,7 +126,8 @@ def run_replica(pickled_settings: bytes, index: int, report: Connection) -> None
         logging.basicConfig(level=logging.INFO if settings.verbose else logging.WARNING)
         for handler in logging.getLogger().handlers:
             handler.addFilter(Throttle())
-        asyncio.run(_serve(settings, index, report))
+        desk = Desk(settings.planner, start_beside(settings.planner))
+        asyncio.run(_serve(settings, index, desk, report))
     except BaseException as error:
         if report.closed:
             logger.critical("http_frontend_failed replica=%d", index, exc_info=error)
@@ -115,7 +137,7 @@ def run_replica(pickled_settings: bytes, index: int, report: Connection) -> None
         raise SystemExit(1) from None
 
 
-async def _serve(settings: ReplicaSettings, index: int, report: Connection) -> None:
+async def _serve(settings: ReplicaSettings, index: int, desk: Desk, report: Connection) -> None:
     address = settings.coordinator_addr
     report.send(Report("doing", f"connecting to the coordinator at {address}"))
     client = await _started_client(settings)
@@ -126,12 +148,19 @@ async def _serve(settings: ReplicaSettings, index: int, report: Connection) -> N
         verbose=settings.verbose,
         model_name=settings.model_name,
         replica=index,
-        vocab_size=settings.vocab_size,
-        max_body_bytes=settings.limits.max_body_bytes,
+        max_body_bytes=settings.max_body_bytes,
         body_timeout=settings.limits.body_timeout,
         may_control=settings.keys is None,  # else they are for submitting alone
+        desk=desk,
     )
-    gate = Gate(app, settings.api_keys, settings.limits.max_body_bytes, index)
+    gate = Gate(
+        app,
+        settings.api_keys,
+        settings.max_body_bytes,
+        index,
+        body_budget=settings.limits.body_budget(settings.max_sequence_tokens),
+        loopback_host=settings.loopback_host,
+    )
     report.send(Report("doing", "opening its socket"))
     sock = listening_socket(settings.family, settings.address)
     config = server_config(gate, settings.limits, settings.verbose)

@@ -12,7 +12,11 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from megatron.core.inference.coordinator.runtime.fork_server import sigint_held, warm_up
-from megatron.core.inference.coordinator.runtime.http.access import ApiKeys, keys_from_environment
+from megatron.core.inference.coordinator.runtime.http.access import (
+    ApiKeys,
+    is_loopback,
+    keys_from_environment,
+)
 from megatron.core.inference.coordinator.runtime.http.app import DEFAULT_MODEL_NAME
 from megatron.core.inference.coordinator.runtime.http.limits import HttpSettings
 from megatron.core.inference.coordinator.runtime.http.ports import DEFAULT_HOST, hold_port, url_of
@@ -174,6 +178,7 @@ def start_text_gen_server(
     *,
     model_name: str = DEFAULT_MODEL_NAME,
     vocab_size: int | None = None,
+    max_sequence_tokens: int | None = None,
     start_timeout: float = START_TIMEOUT_S,
     client_factory: ClientFactory | None = None,
     api_keys: ApiKeys | None = None,
@@ -195,6 +200,8 @@ def start_text_gen_server(
         model_name: The one model that /v1/models lists and that answers name.
         vocab_size: Token ids in requests must be below it. None: the tokenizer's own; a model whose
             vocabulary is padded may answer with ids beyond, which then cannot be sent back.
+        max_sequence_tokens: Longest sequence of the model: longer prompts are refused here, before
+            they take time and memory. None: unknown.
         start_timeout: Seconds to wait for the front ends.
         client_factory: Makes each front end's inference client; it must pickle. None: our own.
         api_keys: Keys that requests must present. None: those of the environment, if any.
@@ -233,6 +240,8 @@ def start_text_gen_server(
         api_keys=api_keys,
         limits=limits or HttpSettings(),
         keys=_weakest(known(coordinator_addr)),
+        max_sequence_tokens=max_sequence_tokens,
+        loopback_host=_loopback_host(front_ends.holder.getsockname()[0], hostname),
     )
     try:
         front_ends.start(settings, num_replicas)
@@ -289,6 +298,11 @@ def _held_port(port: int, hostname: str | None, sock: socket.socket | None) -> s
     if not port:
         raise ValueError("sock must be bound to a port before it is passed")
     return hold_port(hostname or host, port)
+
+
+def _loopback_host(address: str, hostname: str | None) -> str | None:
+    """What requests may call a server that only this machine reaches; None for others."""
+    return (hostname or address).lower() if is_loopback(address) else None
 
 
 def _weakest(ring: KeyRing | None) -> KeyRing | None:

@@ -1,14 +1,14 @@
 """Request bodies: checked, and brought into the one form that megatron-core's endpoints can read.
 
-Pure. What the endpoints get holds no null, says greedy and unfiltered sampling in one way, and has
-one prompt per choice; what they would ignore or trip over has been refused or set aside.
+Pure. What the endpoints get holds no null and no field that they do not read, and says greedy and
+unfiltered sampling in one way; what they would trip over has been refused or set aside.
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.inference.coordinator.runtime.http import fields
+from megatron.core.inference.coordinator.runtime.http import errors, fields
 from megatron.core.inference.coordinator.runtime.http.errors import invalid
 from megatron.core.inference.coordinator.runtime.http.fields import Check
 
@@ -17,6 +17,9 @@ MAX_CHOICES = 128
 
 MAX_REQUESTS = 4096
 """Most choices of one HTTP request, over all its prompts: each is a request to an engine."""
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""What the completions endpoint generates where a request does not say."""
 
 MAX_LOGPROBS = 20
 """Most alternatives per token."""
@@ -76,12 +79,76 @@ _COMPLETION = _COMMON | {
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """What the model and the server's settings let a request ask for.
+
+    Attributes:
+        vocab_size: Token ids must be below it; None: unknown.
+        max_sequence_tokens: Longest sequence of the model; None: unknown.
+        max_request_tokens: Most tokens over all choices of an HTTP request, of prompts and of
+            answers.
+    """
+
+    vocab_size: int | None = None
+    max_sequence_tokens: int | None = None
+    max_request_tokens: int = 2**22
+
+    def check_prompt(self, tokens: int, copies: int = 1, param: str | None = None) -> None:
+        """Refuses what the engine would: a prompt that leaves no room at all is one too many.
+
+        An answer that does not fit is cut to what is left, there as in other servers.
+
+        Args:
+            tokens: Length of the prompt.
+            copies: Choices that it is for.
+            param: Where it stands in the request.
+
+        Raises:
+            ApiError: It is too long.
+        """
+        most = self.max_sequence_tokens
+        if most is not None and tokens > most:
+            raise errors.context_exceeded(tokens, most, param)
+        self.check_total(tokens * copies, "The prompts of its choices", param)
+
+    def check_answers(self, max_tokens: int, choices: int) -> None:
+        """Refuses answers that are too much together.
+
+        Args:
+            max_tokens: Most tokens of each.
+            choices: How many there are.
+
+        Raises:
+            ApiError: They are too much.
+        """
+        what = f"{choices} choices of up to {max_tokens} tokens"
+        self.check_total(max_tokens * choices, what, "max_tokens")
+
+    def check_total(self, tokens: int, what: str, param: str | None) -> None:
+        """Refuses more tokens than one request may have.
+
+        Raises:
+            ApiError: They are more.
+        """
+        if tokens > self.max_request_tokens:
+            raise invalid(
+                param,
+                f"{what} are {tokens} tokens; this server takes requests of up to "
+                f"{self.max_request_tokens} (--http-max-request-tokens). Send several requests.",
+                "request_too_large",
+            )
+
+
+UNBOUNDED = Bounds()
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A request as the endpoints get it.
 
     Attributes:
         body: The normal form.
-        copies: Choices per prompt.
+        copies: Choices per prompt; a completion's prompts are not repeated for them yet.
         stop: Stop words that the endpoint does not pass on by itself.
     """
 
@@ -90,44 +157,49 @@ class Plan:
     stop: tuple[str, ...] = ()
 
 
-def chat_plan(body: Any, vocab_size: int | None = None) -> Plan:
+def chat_plan(body: Any, bounds: Bounds = UNBOUNDED) -> Plan:
     """Plans a chat completion.
 
     Args:
         body: The decoded JSON body.
-        vocab_size: Token ids must be below it; None: unknown.
+        bounds: What it may ask for. What it asks for without saying so, it is to be checked for
+            when its prompt is known.
 
     Raises:
         ApiError: The request is wrong.
     """
-    given = _checked(body, _CHAT)
-    given["messages"] = _messages(given.get("messages"), vocab_size)
+    given = _checked(body, _CHAT, "messages")
+    reuse = given.get("prevent_retokenization", True)
+    given["messages"] = _messages(given.get("messages"), bounds.vocab_size, reuse)
     if given.get("top_logprobs") and not given.get("logprobs"):
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true.")
     if "max_completion_tokens" in given:
         given["max_tokens"] = given.pop("max_completion_tokens")
-    given |= sampling(given, vocab_size)
-    return Plan(given, given.get("n", 1), tuple(given.get("stop", ())))
+    given |= sampling(given, bounds.vocab_size)
+    copies = given.get("n", 1)
+    bounds.check_answers(given.get("max_tokens", 0), copies)
+    return Plan(given, copies, tuple(given.get("stop", ())))
 
 
-def completion_plan(body: Any, vocab_size: int | None = None) -> Plan:
+def completion_plan(body: Any, bounds: Bounds = UNBOUNDED) -> Plan:
     """Plans a text completion; choice i belongs to prompt i // n.
 
     Args:
         body: The decoded JSON body.
-        vocab_size: Token ids must be below it; None: unknown.
+        bounds: What it may ask for.
 
     Raises:
         ApiError: The request is wrong.
     """
-    given = _checked(body, _COMPLETION)
+    given = _checked(body, _COMPLETION, "prompt")
     copies = given.pop("n", 1)
-    prompts = _prompts(given.get("prompt"), vocab_size)
+    prompts = given["prompt"] = _prompts(given.get("prompt"), bounds.vocab_size)
     if len(prompts) * copies > MAX_REQUESTS:
         most = MAX_REQUESTS // copies
         raise invalid("prompt", f"prompt must have at most {most} prompts with n {copies}.")
-    given["prompt"] = [prompt for prompt in prompts for _ in range(copies)]
-    given |= sampling(given, vocab_size)
+    given |= sampling(given, bounds.vocab_size)
+    max_tokens = given.get("max_tokens", DEFAULT_COMPLETION_TOKENS)
+    bounds.check_answers(max_tokens, len(prompts) * copies)
     return Plan(given, copies)
 
 
@@ -158,25 +230,36 @@ def sampling(given: Mapping[str, Any], vocab_size: int | None = None) -> dict[st
     return {"temperature": temperature, "top_k": top_k, "top_p": top_p}
 
 
-def _checked(body: Any, checks: Mapping[str, Check]) -> dict[str, Any]:
-    """The fields that are not null, those known ones checked."""
+def _checked(body: Any, checks: Mapping[str, Check], needed: str) -> dict[str, Any]:
+    """The fields that endpoints read and that are not null, all but the `needed` one checked."""
     if not isinstance(body, dict):
         raise invalid(None, "The request body must be a JSON object.", "invalid_type")
-    given = {name: value for name, value in body.items() if value is not None}
-    for name in sorted(_NEVER_TAKEN & given.keys()):
-        raise fields.not_taken(name)
-    _shallow(given, "", but=("messages", "prompt"))
+    for name in sorted(_NEVER_TAKEN & body.keys()):
+        if body[name] is not None:
+            raise fields.not_taken(name)
+    known = (*checks, needed)
+    given = {name: body[name] for name in known if body.get(name) is not None}
+    _check_free_json({"": given}, but=(needed,))
     for name, check in checks.items():
         if name in given:
             given[name] = check(name, given[name])
     return given
 
 
-def _shallow(given: Mapping[str, Any], prefix: str, but: Collection[str]) -> None:
-    """Passes fields that are not nested too deeply; those of `but` are checked as a whole."""
-    for name, value in given.items():
-        if name not in but:
-            fields.shallow(f"{prefix}{name}", value)
+def _check_free_json(objects: Mapping[str, Mapping[str, Any]], but: Collection[str]) -> None:
+    """Refuses objects whose fields are nested too deeply or hold too much together.
+
+    Args:
+        objects: The objects, by what their fields' names begin with.
+        but: Fields that are checked otherwise.
+    """
+    values = 0
+    for prefix, given in objects.items():
+        for name, value in given.items():
+            values += 1 if name in but else fields.free_json(f"{prefix}{name}", value)
+        if values > fields.MAX_VALUES:
+            param = prefix.removesuffix(".") or None
+            raise invalid(param, f"The request must not have more than {fields.MAX_VALUES} values.")
 
 
 def _prompts(prompt: Any, vocab_size: int | None) -> list[str] | list[list[int]]:
@@ -195,21 +278,34 @@ def _prompts(prompt: Any, vocab_size: int | None) -> list[str] | list[list[int]]
     return prompts
 
 
-def _messages(messages: Any, vocab_size: int | None) -> list[dict[str, Any]]:
+def _messages(messages: Any, vocab_size: int | None, reuse: bool) -> list[dict[str, Any]]:
+    """Checked messages, of which only the last answer has tokens: others are never read.
+
+    Args:
+        messages: What was given.
+        vocab_size: Token ids must be below it; None: unknown.
+        reuse: Whether any are.
+    """
     if messages is None or messages == []:
         raise invalid("messages", "messages is missing or empty.", "missing_required_parameter")
-    return [
-        _message(f"messages[{index}]", each, vocab_size)
+    named = {
+        f"messages[{index}]": {key: value for key, value in each.items() if value is not None}
         for index, each in enumerate(fields.json_objects("messages", messages))
-    ]
+    }
+    answers = [name for name, each in named.items() if each.get("role") == "assistant"]
+    read = answers[-1:] if reuse else []
+    for name, each in named.items():
+        for key in () if name in read else _TOKEN_LISTS:
+            each.pop(key, None)
+    objects = {f"{name}.": each for name, each in named.items()}
+    _check_free_json(objects, but=_TOKEN_LISTS)
+    return [_message(name, each, vocab_size) for name, each in named.items()]
 
 
-def _message(name: str, message: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
-    """A message without nulls whose content is one string."""
-    given = {key: value for key, value in message.items() if value is not None}
+def _message(name: str, given: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
+    """A message whose content is one string."""
     if "role" not in given:
         raise invalid(f"{name}.role", f"{name} has no role.", "missing_required_parameter")
-    _shallow(given, f"{name}.", but=_TOKEN_LISTS)
     fields.filled_text(f"{name}.role", given["role"])
     given["content"] = _content(f"{name}.content", given.get("content", ""))
     if "tool_calls" in given:
