@@ -2,6 +2,7 @@
 
 import pytest
 from conversations import Run, five_turn_chat, hold_conversations
+from greed import Waits, wait_beside_greed
 from serving import Served, serve
 
 FLAG = "--inference-dynamic-batching-prefix-caching"
@@ -37,14 +38,18 @@ def reference(tmp_path_factory) -> tuple[Run, Served]:
 
 
 @pytest.fixture(scope="session")
-def load_balanced(tmp_path_factory) -> tuple[Run, Served]:
-    """The control: the same engines, routed by load alone; front ends on all ranks."""
+def load_balanced(tmp_path_factory) -> tuple[Run, Served, Waits]:
+    """The control: the same engines, routed by load alone; front ends on all ranks.
+
+    Then one of them is asked for too much, as no server is in another test.
+    """
     folder = tmp_path_factory.mktemp("load_balanced")
     flags = [f"{FLAG}-coordinator-policy=load_balanced", "--frontend-on-all-ranks"]
     with serve(folder, *flags, "--frontend-replicas=1") as served:
         run = hold_conversations(served.urls)
+        waits = wait_beside_greed(served.urls[0])
         served.stop()
-    return run, served
+    return run, served, waits
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,11 @@
 """The main promise, on real engines: a session returns to the replica that holds its history."""
 
+import json
 import re
+from statistics import median
 
 from conversations import BLOCK_SIZE, SESSIONS, TURNS
+from greed import p99
 
 
 def test_at_least_90_percent_of_what_one_infinite_cache_would_skip(affinity):
@@ -68,6 +71,17 @@ def test_front_ends_on_all_ranks_have_a_port_each(load_balanced):
     urls = load_balanced[1].urls
     assert len(urls) == 2
     assert len(set(urls)) == 2
+
+
+def test_small_requests_do_not_wait_for_greedy_ones(load_balanced):
+    """Both are timed in turns on one server, and a floor allows for other work on the machine."""
+    waits = load_balanced[2]
+    print("\ngreed", json.dumps(waits.summary()))
+    assert {status for _, status in waits.greedy} <= {0, 200, 400, 413}
+    assert waits.greedy["choices", 400] > 0
+    usual = median(waits.quiet)
+    assert median(waits.beside) < 3 * usual
+    assert p99(waits.beside) < max(2 * p99(waits.quiet), 10 * usual)
 
 
 def test_without_prefix_caching_routing_is_by_load(reference):

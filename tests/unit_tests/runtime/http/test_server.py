@@ -414,6 +414,8 @@ def test_bodies_that_stop_short_take_no_more_memory_than_the_budget(start):
     wait_until(lambda: ask(url, **large)[0] == 200)
 
 
+SHARE = 0.4  # a twentieth is usual, and 0.6 to 0.9 where the body is read in the front end itself
+
 HEAVY = {
     "lists in an ignored field": lambda size: {"prompt": "hi", "user": [[]] * (size // 3)},
     "lists in a tool": lambda size: {"messages": MESSAGES, "tools": [{"x": [[]] * (size // 3)}]},
@@ -458,9 +460,9 @@ def test_small_requests_do_not_wait_for_what_a_large_body_holds(start, name):
         found.append(wait / whole)
         figures = {"wait_ms": round(wait * 1e3), "whole_ms": round(whole * 1e3)}
         print("\nhttp_large_body", name, json.dumps(figures), line.decode().strip())
-        if found[-1] < 0.5:
+        if found[-1] < SHARE:
             break
-    assert min(found) < 0.5
+    assert min(found) < SHARE
 
 
 def _of(sock, connection):

@@ -6,6 +6,7 @@ back is small or quick to unpickle, as token ids are arrays and free JSON has an
 """
 
 import asyncio
+import gc
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,6 @@ from typing import Any
 import numpy as np
 from megatron.core.inference.text_generation_server.dynamic_text_gen_server import endpoints
 
-from megatron.core.inference.coordinator.runtime import garbage
 from megatron.core.inference.coordinator.runtime.http import errors, jsons
 from megatron.core.inference.coordinator.runtime.http.errors import ApiError
 from megatron.core.inference.coordinator.runtime.http.limits import LARGE_BODY
@@ -203,9 +203,11 @@ def start_beside(planner: Planner) -> Connection:
 
 
 def _plan_for(pipe: Connection, planner: Planner) -> None:
-    garbage.spare_the_old()
+    gc.disable()  # it would look through what JSON becomes again and again, in the making
+    gc.freeze()
     while True:
         pipe.send(_outcome(planner, *pipe.recv()))
+        gc.collect()
 
 
 def _outcome(planner: Planner, name: str, data: bytes) -> Plan | Exception:
