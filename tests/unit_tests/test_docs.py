@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.inference.coordinator.lifecycle import mermaid
+from megatron.core.inference.coordinator.runtime.http.limits import HttpSettings
 from megatron.core.inference.coordinator.settings import (
     AccessSettings,
     FleetSettings,
@@ -20,7 +21,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "exam
 
 
 @pytest.mark.parametrize(
-    "settings", [RoutingSettings, FleetSettings, AccessSettings, RecordSettings]
+    "settings",
+    [RoutingSettings, FleetSettings, AccessSettings, RecordSettings, HttpSettings],
 )
 def test_the_readme_shows_the_options_as_they_are(settings):
     assert settings.markdown_table() in (ROOT / "README.md").read_text()

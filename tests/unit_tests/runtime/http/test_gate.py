@@ -24,13 +24,18 @@ class App:
 
     def __init__(self):
         self.asked = []
+        self.keeps = None
 
     async def __call__(self, scope, receive, send):
         self.asked.append(scope["path"])
-        self.key_id = scope["api_key_id"]
+        self.scope = scope
         if scope["path"] == "/reads":
-            while (await receive()).get("more_body"):
+            while (message := await receive()).get("more_body"):
                 pass
+            if message["type"] == "http.disconnect":
+                return
+            if self.keeps is not None:
+                await self.keeps.wait()
         if scope["path"] == "/fault":
             raise KeyError("secret")
         start = {"type": "http.response.start", "status": 200, "headers": []}
@@ -88,8 +93,10 @@ def test_who_has_one_passes():
 def test_the_application_learns_which_key_it_was():
     _, app, _ = ask("/v1/completions", KEY, keys=["sesame", "other"])
     digest = hashlib.sha256(b"sesame").digest()
-    assert app.key_id == hashlib.sha256(digest).hexdigest()[:16]
-    assert ask("/v1/completions", {"Authorization": "Bearer x"}, keys=[])[1].key_id == ""
+    assert app.scope["api_key_id"] == hashlib.sha256(digest).hexdigest()[:16]
+    assert (
+        ask("/v1/completions", {"Authorization": "Bearer x"}, keys=[])[1].scope["api_key_id"] == ""
+    )
 
 
 JSON_TYPES = ["application/json", "Application/JSON; charset=utf-8", "application/vnd.x+json"]
@@ -130,45 +137,94 @@ def test_a_name_that_somebody_gave_this_machine_is_refused_where_no_key_is_asked
 
 
 BODY = 4 * gate.LARGE_BODY
+PIECES = [b"x" * (BODY // 16)] * 15
 
 
-def test_bodies_share_a_budget_and_give_it_back():
-    """Of a body of 256 KiB 64 are free, so that a budget of 400 KiB has room for two."""
-    app = App()
-    served = gate.Gate(app, ApiKeys(), BODY, body_budget=400 * 1024)
-    head = request("/reads", headers={"Content-Length": str(BODY)})
-    small = request("/reads", b"x" * gate.LARGE_BODY)
+class Lines:
+    """Connections to one gate that has room for two bodies of `BODY`."""
 
-    async def sent(pieces):
-        line = Line(served)
-        await line.send(pieces)
+    def __init__(self):
+        self.app = App()
+        self._gate = gate.Gate(self.app, ApiKeys(), BODY, body_budget=BODY * 2 + 1)
+
+    async def sent(self, *pieces, headers=None):
+        line = Line(self._gate)
+        headers = headers or {"Content-Length": str(BODY)}
+        await line.send([request("/reads", headers=headers), *pieces])
         return line
 
-    async def talk():
-        most = [head, *[b"x" * 16_384] * 15]
-        first, second = [await sent(most) for _ in range(2)]
-        third = await sent(most)
-        await third.settle()
-        [refused] = third.answers()
-        beside = await sent(small)
-        await beside.settle()
-        [answer] = beside.answers()
-        await first.send(b"x" * 16_384)
-        await first.settle()
-        await second.hang_up()
-        again = [await sent([*most, b"x" * 16_384]) for _ in range(3)]
-        for line in again:
-            await line.settle()
-        statuses = [line.answers()[0].status for line in [first, *again]]
-        return refused, third.transport.closing, answer.status, statuses
+    async def short(self):
+        """One that sends all but a sixteenth of a body."""
+        return await self.sent(*PIECES)
 
-    refused, closing, beside, statuses = asyncio.run(talk())
-    assert (refused.status, refused.body["error"]["code"]) == (503, "no_memory")
-    assert refused.headers["retry-after"] == "1"
-    assert (refused.headers["connection"], closing) == ("close", True)
-    assert beside == 200
-    assert statuses == [200] * 4
-    assert served._budget._left == 400 * 1024
+    async def status(self, line):
+        await line.settle()
+        [answer] = line.answers()
+        return answer.status
+
+
+def test_large_bodies_wait_for_room_and_small_ones_do_not():
+    async def talk():
+        lines = Lines()
+        first, second = await lines.short(), await lines.short()
+        waiting = [asyncio.ensure_future(lines.sent(*PIECES, PIECES[0])) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        assert not any(each.done() for each in waiting)
+        small = await lines.sent(b"x" * 9, headers={"Content-Length": "9"})
+        assert await lines.status(small) == 200
+        await first.send(PIECES[0])  # it has kept its room, and gives it to the next
+        assert await lines.status(first) == 200
+        await second.hang_up()
+        for each in waiting:
+            assert await lines.status(await each) == 200
+        assert lines._gate._budget._left == BODY * 2 + 1
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_large_body_that_finds_no_room_is_refused_and_takes_none(gone, monkeypatch):
+    monkeypatch.setattr(gate, "ROOM_WAIT_S", 0.05)
+
+    async def talk():
+        lines = Lines()
+        kept = [await lines.short() for _ in range(2)]
+        chunks = [b"10000\r\n" + b"x" * 0x10000 + b"\r\n"] * 2
+        refused = await lines.sent(*chunks, headers={"Transfer-Encoding": "chunked"})
+        if gone:
+            await refused.hang_up()
+        else:
+            async with asyncio.timeout(10):
+                while not refused.transport.closing:
+                    await asyncio.sleep(0.01)
+            [answer] = refused.answers()
+            assert (answer.status, answer.body["error"]["code"]) == (503, "no_memory")
+            assert answer.headers["retry-after"] == "1"
+            assert (answer.headers["connection"], refused.transport.closing) == ("close", True)
+        for line in kept:
+            await line.hang_up()
+        assert lines._gate._budget._left == BODY * 2 + 1
+
+    asyncio.run(talk())
+
+
+def test_a_body_s_room_is_free_once_the_application_is_done_with_it():
+    async def talk():
+        lines = Lines()
+        lines.app.keeps = asyncio.Event()
+        whole = [await lines.sent(*PIECES, PIECES[0]) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        assert lines._gate._budget._left == 1
+        for line in whole:
+            lines.app.scope["body_is_done"]()
+            assert not line.answers()
+        assert lines._gate._budget._left == BODY + 1  # the second time does nothing
+        lines.app.keeps.set()
+        for line in whole:
+            assert await lines.status(line) == 200
+        assert lines._gate._budget._left == BODY * 2 + 1
+
+    asyncio.run(talk())
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/health"])

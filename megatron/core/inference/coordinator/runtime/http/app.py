@@ -177,6 +177,8 @@ async def _plan() -> None:
         return
     data = await request.get_data(cache=False)
     request.plan = await current_app.config["DESK"].plan(request.blueprint, data)
+    del data
+    request.scope.get("body_is_done", lambda: None)()
     g.work = Work(request.plan)
 
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import math
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
@@ -23,6 +25,9 @@ OPEN_PATHS = frozenset({"/health", "/v1/health"})
 LINGER_S = 1.0
 """Seconds between an answer that does not wait for the request's body and the connection's end: one
 that is closed while more is coming is reset, and some systems forget the answer then."""
+
+ROOM_WAIT_S = 10.0
+"""Seconds that a large body waits, unread, for those before it to be done with."""
 
 _NOT_JSON = (
     "Send POST requests with 'Content-Type: application/json'. Without API keys, this keeps web "
@@ -49,9 +54,11 @@ class Gate:
         keys: The keys that open the gate.
         max_body_bytes: Larger bodies are refused. The application counts those that grow.
         replica: Which front end this is; sent along as header `x-frontend-replica`.
-        body_budget: Bytes that all bodies may hold beyond the first `LARGE_BODY` of each, until
-            they are answered. One that finds no room is answered with 503, not 429: it is this
-            server that lacks something, whoever asks.
+        body_budget: Bytes for all bodies larger than `LARGE_BODY`, at least `max_body_bytes`. Room
+            is taken for a whole body once that much of it has come, so that it can come to its end,
+            and given back when the application calls `scope["body_is_done"]`, or has answered. A
+            body that finds no room is answered with 503, not 429: it is this server that lacks
+            something, whoever asks.
         loopback_host: The name or address that is served, where it is one of this machine alone:
             requests without a key must then name it, or the loopback. None: any Host will do.
     """
@@ -69,12 +76,14 @@ class Gate:
         self._keys = keys
         self._max_body_bytes = max_body_bytes
         self._replica = str(replica)
-        self._budget = _Budget(body_budget, max_body_bytes)
+        self._budget = _Budget(body_budget)
         self._loopback_host = loopback_host
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Answers one request, or lets it pass."""
-        exchange = _Exchange(scope["headers"], receive, send, self._budget)
+        largest = self._max_body_bytes
+        exchange = _Exchange(scope["headers"], receive, send, self._budget, largest)
+        scope["body_is_done"] = exchange.give_back
         error = self._refusal(scope)
         try:
             if error is None:
@@ -82,7 +91,7 @@ class Gate:
             if error is not None:
                 await exchange.answer(error, self._replica)
         finally:
-            exchange.end()
+            exchange.give_back()
 
     async def _pass(
         self, scope: MutableMapping[str, Any], exchange: "_Exchange"
@@ -132,39 +141,45 @@ class Gate:
 
 
 class _Budget:
-    """Bytes that large bodies may hold together.
+    """Bytes that large bodies may hold together; who finds no room waits, first come first served.
 
     Args:
         total: How many; None: any number.
-        largest: No body counts for more: the application drops the rest.
     """
 
-    def __init__(self, total: int | None, largest: int):
-        self._left = total
-        self._largest = largest
+    def __init__(self, total: int | None):
+        self._left = math.inf if total is None else total
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
-    def grow(self, taken: int, received: int) -> int | None:
-        """Makes room for a body of which more has come.
+    async def take(self, size: int) -> bool:
+        """Takes room for a body; False if there was none for too long."""
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.append((size, turn))
+        self._serve()
+        try:
+            await asyncio.wait_for(asyncio.shield(turn), ROOM_WAIT_S)
+        except TimeoutError:
+            return False
+        finally:
+            if not turn.done():
+                turn.cancel()
+                self._serve()  # who comes next may need less
+        return True
 
-        Args:
-            taken: What was taken for it so far.
-            received: How much of it has come.
+    def give_back(self, size: int) -> None:
+        """Takes room back."""
+        self._left += size
+        self._serve()
 
-        Returns:
-            What is taken for it now. None: there is no room, and nothing more is taken.
-        """
-        wanted = max(0, min(received, self._largest) - LARGE_BODY)
-        if self._left is None:
-            return taken
-        if wanted - taken > self._left:
-            return None
-        self._left -= wanted - taken
-        return wanted
-
-    def give_back(self, taken: int) -> None:
-        """Takes back what a body held."""
-        if self._left is not None:
-            self._left += taken
+    def _serve(self) -> None:
+        while self._queue:
+            size, turn = self._queue[0]
+            if not turn.done():
+                if size > self._left:
+                    return
+                self._left -= size
+                turn.set_result(None)
+            self._queue.popleft()
 
 
 class _Exchange:
@@ -181,12 +196,16 @@ class _Exchange:
         receive: Receive,
         send: Send,
         budget: _Budget,
+        max_body_bytes: int,
     ):
         headers = list(headers)
         self.answered = False
         self.refusal: ApiError | None = None
         self._budget = budget
         self._received = self._taken = 0
+        length = _header(headers, b"content-length")
+        chunked = bool(_header(headers, b"transfer-encoding"))  # then the length does not count
+        self._size = int(length) if length.isdigit() and not chunked else max_body_bytes
         self._receive = receive
         self._send = send
         self._closing = False
@@ -198,16 +217,16 @@ class _Exchange:
         message = await self._receive()
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
             self._coming = False
-        self._received += len(message.get("body", b""))
-        taken = self._budget.grow(self._taken, self._received)
-        if taken is None:
-            self.refusal = ApiError(503, _NO_ROOM, code="no_memory", unread=True)
-            raise self.refusal
-        self._taken = taken
+        before, self._received = self._received, self._received + len(message.get("body", b""))
+        if before <= LARGE_BODY < self._received:
+            if not await self._budget.take(self._size):
+                self.refusal = ApiError(503, _NO_ROOM, code="no_memory", unread=True)
+                raise self.refusal
+            self._taken = self._size
         return message
 
-    def end(self) -> None:
-        """Gives back what the body held."""
+    def give_back(self) -> None:
+        """Gives back the room of the body."""
         self._budget.give_back(self._taken)
         self._taken = 0
 

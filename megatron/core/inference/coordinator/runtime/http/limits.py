@@ -9,8 +9,8 @@ MIB = 2**20
 KIB = 2**10
 
 LARGE_BODY = 64 * KIB
-"""Bytes from which on a body counts as large: it is planned outside the event loop, and what it has
-beyond them is taken from the budget of its front end."""
+"""Bytes beyond which a body counts as large: it is planned outside the event loop, and has to find
+room in the budget of its front end."""
 
 _FREE_BODY = 4 * MIB
 _BYTES_PER_TOKEN = 32  # about 5 as text, 7 as an id; JSON may need 6 for a single character
@@ -71,9 +71,9 @@ class HttpSettings(Settings):
     body_budget_mib: int = field(
         default=128,
         metadata=about(
-            "MiB that the bodies of one front end may take together, from their first byte to "
-            "their answer; the first 64 KiB of each are free. A body that finds no room is "
-            "answered with 503. At least one of the largest size always fits.",
+            "MiB that the bodies above 64 KiB of one front end may take together, until they are "
+            "decoded and tokenized. A body that finds no room waits unread, and is answered with "
+            "503 after 10 s. At least one of the largest size always fits.",
             minimum=1,
         ),
     )
