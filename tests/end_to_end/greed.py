@@ -51,7 +51,7 @@ class Waits:
 
 def p99(waits: list[float]) -> float:
     """The 99th percentile."""
-    return quantiles(waits, n=100)[-1]
+    return quantiles(waits, n=100, method="inclusive")[-1]
 
 
 def wait_beside_greed(url: str) -> Waits:
