@@ -92,6 +92,27 @@ def test_text_and_tokens_give_the_same_answer_and_the_second_skips_its_prefill(
     assert [reply["prompt"] for reply in replies] == [None, bytes(PROMPT).decode()] * 2
 
 
+def test_a_salt_keeps_prefixes_from_whoever_has_another(patched, cpu_engine):
+    """As front ends do it for API keys; the routing hashes are salted like the engine's keys."""
+    from megatron.core.inference.coordinator.runtime.client import InferenceClient
+
+    async def run() -> list[int]:
+        engine = cpu_engine()
+        async with (
+            coordinated(engine) as address,
+            connected(InferenceClient(address, tokenizer=engine.controller.tokenizer)) as client,
+        ):
+            return [
+                (await answer_of(client, client.prepare(prompt, owner="x", salt=salt)))[
+                    "num_cached_tokens"
+                ]
+                for salt in (7, 8, 7, 0, 8, 0)
+                for prompt in (PROMPT,)
+            ]
+
+    assert asyncio.run(run()) == [0, 0, 64, 0, 64, 64]
+
+
 @pytest.mark.parametrize("our_engine", [True, False])
 def test_our_and_released_clients_get_equal_answers(our_engine, cpu_engine, monkeypatch):
     """A released engine runs under our coordinator when only that is patched."""

@@ -143,3 +143,23 @@ def test_what_an_operator_is_told(environment, tmp_path):
         assert note.startswith(f"everybody who reaches {host} may send requests; --api-key or")
     environment.setenv(access.VARIABLE, "sesame")
     assert access.notes(parsed(host="0.0.0.0")) == []
+
+
+def test_keys_that_are_kept_apart_have_salts_of_their_own_which_no_id_tells():
+    together, apart = ApiKeys(["one", "two"]), ApiKeys(["one", "two"], isolated=True)
+    assert together.salt(b"Bearer one") == 0
+    one, two = apart.salt(b"Bearer one"), apart.salt(b"Bearer two")
+    assert one == ApiKeys(["one"], isolated=True).salt(b"bearer  one")  # of every front end
+    assert len({one, two, 0}) == 3
+    assert all(0 < salt < 2**63 for salt in (one, two))
+    identity = apart.identify(b"Bearer one")
+    assert identity is not None
+    assert one != int(identity, 16)
+    assert pickle.loads(pickle.dumps(apart)).salt(b"Bearer one") == one
+
+
+def test_isolation_needs_keys():
+    with pytest.raises(SettingsError, match=r"^--cache-isolation keeps API keys apart, and there"):
+        access.keys_from_args(parsed("--cache-isolation"))
+    assert access.keys_from_args(parsed("--cache-isolation", "--api-key=k")).isolated
+    assert not access.keys_from_args(parsed("--api-key=k")).isolated

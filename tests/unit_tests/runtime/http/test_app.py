@@ -853,8 +853,9 @@ def test_choices_share_one_prepared_prompt(path):
             super().__init__()
             self.prepared = []
 
-        def prepare(self, prompt):
+        def prepare(self, prompt, owner, salt):
             self.prepared.append(prompt)
+            assert (owner.split()[0], salt) == ("address", 0)
             return tuple(prompt)
 
     client = Preparing()

@@ -74,6 +74,8 @@ class Prepared:
         text: The text that was tokenized, if any.
         block_size: Tokens in the blocks that are hashed; 0 where none are.
         hashes: Packed block hashes; None where none are needed.
+        owner: Whom the client asks for; empty: for itself.
+        salt: What the hashes are masked with, here and in the engine.
     """
 
     tokens: int
@@ -81,6 +83,8 @@ class Prepared:
     text: str | None = None
     block_size: int = 0
     hashes: bytes | None = None
+    owner: str = ""
+    salt: int = 0
 
 
 class InferenceClient:
@@ -151,22 +155,31 @@ class InferenceClient:
 
     # --- requests ----------------------------------------------------------------------------
 
-    def prepare(self, prompt: str | list[int] | np.ndarray, add_bos: bool = False) -> Prepared:
+    def prepare(
+        self,
+        prompt: str | list[int] | np.ndarray,
+        add_bos: bool = False,
+        *,
+        owner: str = "",
+        salt: int = 0,
+    ) -> Prepared:
         """Tokenize, pack and hash a prompt that several requests have in common.
 
         Args:
             prompt: Text, or token ids of shape [n].
             add_bos: Whether a text begins with a BOS token.
+            owner: Whom they are for: the places of a full fleet are shared between owners.
+            salt: 0 to 2^63 - 1. Requests find only cached prefixes of requests with the same.
 
         Returns:
             What `add_request` takes instead of the prompt. It does not change with the prompt.
         """
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                return Prepared(-1, wire.pack(prompt))
+                return Prepared(-1, wire.pack(prompt), owner=owner, salt=salt)
             tokens = text.tokenize(self.tokenizer, prompt, add_bos)
-            return self._hash(tokens, prompt)
-        return self._hash(prompt)
+            return self._hash(tokens, prompt, owner, salt)
+        return self._hash(prompt, None, owner, salt)
 
     def add_request(
         self,
@@ -213,23 +226,33 @@ class InferenceClient:
             prompt = self.prepare(prompt, bool(sampling.get("add_BOS")))
         elif prompt.block_size != self._hashed_block_size and prompt.tokens >= 0:
             # The coordinator has been replaced since by another that routes otherwise.
-            prompt = self._hash(wire.unpack(prompt.packed), prompt.text)
+            tokens = wire.unpack(prompt.packed)
+            prompt = self._hash(tokens, prompt.text, prompt.owner, prompt.salt)
         if prompt.text is not None:
             self._prompt_texts[request_id] = prompt.text
         if self.tokenizer is None:
             sampling[released.DETOKENIZE] = True
+        if prompt.salt:
+            sampling[released.CACHE_SALT] = prompt.salt
         if prompt.tokens < 0:
             self._count_unhashed()
         return m.SubmitRequest(
-            request_id, prompt.tokens, wire.pack(sampling), prompt.packed, prompt.hashes
+            request_id,
+            prompt.tokens,
+            wire.pack(sampling),
+            prompt.packed,
+            prompt.hashes,
+            prompt.owner,
         )
 
-    def _hash(self, prompt: list[int] | np.ndarray, given: str | None = None) -> Prepared:
+    def _hash(
+        self, prompt: list[int] | np.ndarray, given: str | None, owner: str, salt: int
+    ) -> Prepared:
         """Tokens as they travel; `given` is the text that they were made of."""
         block_size = self._hashed_block_size
-        hashes = packed_block_hashes(prompt, block_size) if block_size else None
+        hashes = packed_block_hashes(prompt, block_size, salt) if block_size else None
         tokens = prompt if isinstance(prompt, list) else np.asarray(prompt).tolist()
-        return Prepared(len(tokens), wire.pack(tokens), given, block_size, hashes)
+        return Prepared(len(tokens), wire.pack(tokens), given, block_size, hashes, owner, salt)
 
     @property
     def _hashed_block_size(self) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron.core.inference.coordinator.arguments import add_settings
+from megatron.core.inference.coordinator.hashing import mask_of
 from megatron.core.inference.coordinator.options import SettingsError
 from megatron.core.inference.coordinator.runtime.http.limits import HttpSettings
 
@@ -21,6 +22,7 @@ VARIABLE = "MEGATRON_API_KEY"
 
 FLAG = "--api-key"
 FILE_FLAG = "--api-key-file"
+ISOLATION_FLAG = "--cache-isolation"
 
 _SCHEME = "bearer"
 _ID_DIGITS = 16
@@ -31,15 +33,17 @@ class ApiKeys:
 
     Args:
         keys: The keys.
+        isolated: Whether cached prefixes of one key are kept from the others.
 
     Raises:
         SettingsError: A key could not be sent in a header, or would read as several keys.
     """
 
-    __slots__ = ("_digests",)
+    __slots__ = ("_digests", "isolated")
 
-    def __init__(self, keys: Iterable[str] = ()):
+    def __init__(self, keys: Iterable[str] = (), *, isolated: bool = False):
         self._digests = frozenset(_digest(_checked(key)) for key in keys)
+        self.isolated = isolated
 
     @classmethod
     def parse(cls, text: str, source: str) -> "ApiKeys":
@@ -100,6 +104,13 @@ class ApiKeys:
         admitted = found and scheme.lower() == _SCHEME.encode()
         return hashlib.sha256(given).hexdigest()[:_ID_DIGITS] if admitted else None
 
+    def salt(self, authorization: bytes) -> int:
+        """What masks the block hashes of whoever presents this key alone; 0 where all share."""
+        if not self.isolated:
+            return 0
+        key = authorization.partition(b" ")[2].strip()
+        return mask_of(b"cache salt " + hashlib.sha256(key).digest())
+
 
 def add_http_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of a server's front ends: who may send requests, how much, and how slowly.
@@ -137,6 +148,13 @@ def add_key_args(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="File with a key a line.",
     )
+    group.add_argument(
+        ISOLATION_FLAG,
+        action="store_true",
+        help="Requests find cached prefixes of requests with the same API key alone. Otherwise "
+        "cached_tokens, and the time of an answer, tell one user whether another asked the same; "
+        "but then a system prompt that all users have is cached once for all. Needs API keys.",
+    )
 
 
 def keys_from_args(args: argparse.Namespace) -> ApiKeys:
@@ -150,6 +168,9 @@ def keys_from_args(args: argparse.Namespace) -> ApiKeys:
         keys |= given
     if args.api_key_file is not None:
         keys |= _keys_in(args.api_key_file)
+    if args.cache_isolation and not len(keys):
+        raise SettingsError(f"{ISOLATION_FLAG} keeps API keys apart, and there is none; add {FLAG}")
+    keys.isolated = args.cache_isolation
     return keys
 
 

@@ -47,7 +47,8 @@ class Gate:
     Whoever has no key, or announces a body that is too large, is answered here: nothing of the
     body is read, and the application does not hear of it. So is a web page that sends requests
     from a browser on a machine that asks for no key. What the application lets escape becomes an
-    answer as well. The application finds the key's id in `scope["api_key_id"]`.
+    answer as well. The application finds the key's id in `scope["api_key_id"]`, and
+    what keeps its cached prefixes apart in `scope["cache_salt"]`.
 
     Args:
         app: The application; it sees HTTP requests whose paths begin with a slash.
@@ -110,7 +111,9 @@ class Gate:
 
     def _refusal(self, scope: MutableMapping[str, Any]) -> ApiError | None:
         path = scope["path"]
-        scope["api_key_id"] = self._keys.identify(_header(scope["headers"], b"authorization"))
+        authorization = _header(scope["headers"], b"authorization")
+        scope["api_key_id"] = self._keys.identify(authorization)
+        scope["cache_salt"] = self._keys.salt(authorization)
         if path not in OPEN_PATHS:
             if scope["api_key_id"] is None:
                 return errors.of_status(401, scope["method"], path)

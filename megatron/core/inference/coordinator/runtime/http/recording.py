@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from quart import g
+from quart import g, request
 
 from megatron.core.inference.coordinator.runtime.http.errors import invalid
 from megatron.core.inference.coordinator.runtime.http.validation import Bounds, Plan
@@ -108,8 +108,15 @@ class RecordingClient:
     def _prepare(self, prompt: Any) -> Any:
         prepare = getattr(self._client, "prepare", None)
         if prepare is not None:
-            return prepare(prompt)
+            return prepare(prompt, owner=_owner(), salt=request.scope.get("cache_salt", 0))
         return prompt if isinstance(prompt, list) else prompt.tolist()
+
+
+def _owner() -> str:
+    """Whose request this is: the holder of its API key, else an address."""
+    scope = request.scope
+    address = (scope.get("client") or ("",))[0]
+    return scope.get("api_key_id") or f"address {address}"
 
 
 def finish(answer: dict[str, Any], work: Work, model: str) -> None:
