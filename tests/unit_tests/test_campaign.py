@@ -60,7 +60,7 @@ class Row:
         peer: The engine that has it; None while it waits.
         request_id: What that engine knows it by.
         tries: How many engines got it.
-        since: When, on the fleet's clock, it began to wait, or the last live rank was gone.
+        since: When it began to wait, or the last live rank was gone.
     """
 
     client: bytes | None
@@ -234,7 +234,7 @@ class Campaign:
             case m.RegisterAck(rank=number):
                 self.ranks[number] = effect.peer
                 self.heard[effect.peer] = self.clock
-            case m.DrainAck():
+            case m.DrainAck() | m.Control(signal=Signal.STOP):
                 self.draining.add(effect.peer)
 
     def failed(self, name, effect, cause):
@@ -253,7 +253,7 @@ class Campaign:
         else:
             assert code == "no_replica"
             assert not len(self.fleet.ranks) or isinstance(cause, m.Register)
-            waited = 0.0 if row.since is None else self.clock - row.since
+            waited = 0.0 if row.since is None else self.now - row.since
             assert waited >= self.limits.replica_wait
 
     def compare(self, was_live, ticked):
@@ -271,7 +271,7 @@ class Campaign:
         }
         for row in self.rows.values():
             if row.peer is None and (row.since is None or (was_live and not live)):
-                row.since = self.clock
+                row.since = self.now
         if ticked:
             self.check_deadlines(live)
 
@@ -280,7 +280,7 @@ class Campaign:
             silence = 0 if rank.released else self.clock - self.heard[rank.peer]
             assert silence <= self.limits.hung_timeout
         if not live and self.fleet.dispatcher.opened:
-            waited = [self.clock - row.since for row in self.rows.values() if row.peer is None]
+            waited = [self.now - row.since for row in self.rows.values() if row.peer is None]
             assert all(seconds < self.limits.replica_wait or not seconds for seconds in waited)
 
     # --- what happens ------------------------------------------------------------------------
@@ -437,7 +437,6 @@ class Campaign:
             self.tell(peer, m.Disconnect())
         for _ in range(2):  # who had to wait for a place begins to wait for a rank only now
             self.now += self.limits.replica_wait
-            self.clock += self.limits.replica_wait
             self.tick()
         assert self.rows == {}
         while self.core.backlog:

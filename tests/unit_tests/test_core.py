@@ -12,6 +12,7 @@ from builders import (
     make_connect,
     make_register,
     make_settings,
+    none_left,
     replies,
     sends,
     submission,
@@ -218,7 +219,9 @@ def test_each_signal_in_each_state(state, signal):
     effects = fleet.tell(CLIENT, m.Control(signal, (31,) if epoch else ()))
     if (state, signal) in PASSED_ON:
         args = (31, 1) if epoch else (1,) if signal is Signal.RESUME else ()
-        assert effects == [m.Send(peer, m.Control(signal, args)) for peer in (b"0", b"1")]
+        ended = [none_left(waiting=0, orderly=True)] if signal is Signal.STOP else []
+        told = [m.Send(peer, m.Control(signal, args)) for peer in (b"0", b"1")]
+        assert effects == told + ended
         assert fleet.core.fleet.state is PASSED_ON[state, signal]
     else:
         refused = m.Log(

@@ -226,7 +226,7 @@ def test_the_fleets_clock_goes_on_after_a_stop():
     fleet.now = 100.0
     fleet.signal(Signal.STOP)
     assert logs(fleet.tick(110.0)) == []
-    assert logs(fleet.tick(110.1)) == ["rank_lost", "no_rank_left"]
+    assert logs(fleet.tick(110.1)) == ["rank_lost"]
 
 
 def test_signals_that_change_nothing_leave_the_clock_alone():

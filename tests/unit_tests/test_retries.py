@@ -386,31 +386,38 @@ def test_that_a_rank_was_missing_in_between_counts_no_more_once_one_came():
     ]
 
 
-def test_waiting_stands_still_while_the_fleet_is_paused_or_suspended():
+def test_waiting_for_a_rank_ends_in_a_pause_too():
+    """Whoever paused the fleet may be gone, and nobody would ever be told."""
     fleet = Fleet(1, replica_wait=10.0)
     fleet.submit("a")
-    fleet.tell(b"0", m.PeerLost())
-    for now, signal in [(4.0, Signal.PAUSE), (600.0, Signal.SUSPEND)]:
-        fleet.now = now
-        fleet.signal(signal)
-        assert fleet.tick(now + 500.0) == []
-    fleet.submit("in the pause")
-    for now, signal in [(1500.0, Signal.RESUME), (2000.0, Signal.UNPAUSE)]:
-        assert fleet.tick(now) == []
-        fleet.signal(signal)
-    assert fleet.tick(2005.9) == []  # 4 s before the pause and 5.9 s after it
-    assert fleet.tick(2006.0) == [no_replica("a", 10)]
-    assert fleet.tick(2009.9) == []
-    assert fleet.tick(2010.0) == [no_replica("in the pause", 10)]
-
-
-def test_a_rank_that_is_lost_in_a_pause_starts_the_wait_with_its_end():
-    fleet = Fleet(1, replica_wait=10.0)
-    fleet.submit("a")
-    fleet.signal(Signal.PAUSE)
+    fleet.signal(Signal.PAUSE, Signal.SUSPEND)
     fleet.now = 50.0
     fleet.tell(b"0", m.PeerLost())
-    fleet.now = 100.0
-    fleet.signal(Signal.UNPAUSE)
-    assert fleet.tick(109.9) == []
-    assert fleet.tick(110.0) == [no_replica("a", 10)]
+    fleet.now = 55.0
+    fleet.submit("b")
+    assert fleet.tick(59.9) == []
+    assert fleet.tick(60.0) == [no_replica("a", 10)]
+    assert fleet.tick(65.0) == [no_replica("b", 10)]
+
+
+@pytest.mark.parametrize("suspended", [False, True])
+def test_after_stop_requests_wait_for_the_engines_that_come_next(suspended):
+    fleet = Fleet(2)
+    fleet.submit("a")
+    fleet.signal(Signal.PAUSE, *[Signal.SUSPEND] * suspended)
+    stop = m.Control(Signal.STOP)
+    assert fleet.tell(CLIENT, stop) == [
+        m.Send(b"0", stop),
+        m.Send(b"1", stop),
+        none_left(waiting=0, orderly=True),
+    ]
+    assert fleet.submit("b") == []
+    assert fleet.tell(b"1", m.Disconnect()) == [
+        m.Log("rank_left", {"rank": 1, "cause": "it left", "requests": 0})
+    ]
+    assert fleet.tell(b"0", m.Disconnect()) == [lost(0, "it left", 1)]
+    assert [s.message for s in sends(fleet.tell(b"new", make_register(0, replica="next")))] == [
+        m.RegisterAck(2, 1, 0, RUNNING),
+        engine_request(2),
+        engine_request(1),
+    ]

@@ -155,7 +155,10 @@ class Coordinator:
         if signal in EPOCH_SIGNALS:
             self._begin_epoch_if_due(signal, args)
             args = (*args, fleet.weight_epoch)
-        return [m.Send(rank.peer, m.Control(signal, args)) for rank in fleet.ranks.present]
+        told: list[m.Effect] = [
+            m.Send(rank.peer, m.Control(signal, args)) for rank in fleet.ranks.present
+        ]
+        return told + fleet.stop(now) if signal is Signal.STOP else told
 
     def _begin_epoch_if_due(self, signal: Signal, args: tuple[Any, ...]) -> None:
         """A generation epoch may be told again; a resume after a suspend always counts."""

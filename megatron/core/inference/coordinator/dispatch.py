@@ -16,7 +16,7 @@ who take all that they get have as much (Choudhury and Hahne 1998, dynamic thres
 class Dispatcher:
     """Gives requests to ranks and answers to clients.
 
-    Times are on the fleet's clock, which stands still while the fleet is paused.
+    Deadlines are on a clock that stands still while the coordinator does, not in a pause.
 
     Args:
         settings: What the coordinator was started with.
@@ -93,7 +93,7 @@ class Dispatcher:
             cause: Why, for whoever gets an error.
             undelivered: Of its requests, those that it never got; they count as no try.
             now: The time.
-            clock: The fleet's clock.
+            clock: Seconds that the coordinator was awake.
             rest: It is lost, so that all others go as well.
         """
         missed = frozenset(undelivered)
@@ -139,7 +139,7 @@ class Dispatcher:
         """The last live rank is gone: what waits for a place waits for another rank from now on.
 
         Args:
-            clock: Seconds, without those in which the fleet was paused.
+            clock: Seconds that the coordinator was awake.
             orderly: It drains, or left with nothing unanswered: no news while nobody waits.
         """
         waiting = self._ledger.waiting

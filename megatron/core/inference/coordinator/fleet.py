@@ -119,7 +119,7 @@ class Fleet:
 
     def submit(self, client: bytes, message: m.SubmitRequest, now: float) -> list[m.Effect]:
         """A client asks for something."""
-        return self.dispatcher.submit(client, message, now, self._clock.read(now))
+        return self.dispatcher.submit(client, message, now, self._awake.read(now))
 
     def engine_reply(self, peer: bytes, message: m.EngineReply, now: float) -> list[m.Effect]:
         """An engine's answers go to whoever asked."""
@@ -133,7 +133,7 @@ class Fleet:
             else:  # a second reply, or one for a request that was never given to this rank
                 effects.append(m.Log("reply_dropped", warning=True, peer=peer))
         if self.ledger.first_waiting is not None:
-            effects += self.dispatcher.route_waiting(rank.heard)
+            effects += self.dispatcher.route_waiting(self._awake.read(now))
         return effects
 
     # --- coming and going --------------------------------------------------------------------
@@ -180,7 +180,7 @@ class Fleet:
             effects.append(m.Log("nothing_kept_between_turns", _ADVICE, warning=True))
         if len(self.ranks) >= self._settings.expected_ranks:
             self.dispatcher.opened = True
-        return effects + self.dispatcher.route_waiting(rank.heard)
+        return effects + self.dispatcher.route_waiting(self._awake.read(now))
 
     def _welcome(self, rank: Rank, kept: list[int] | None = None) -> list[m.Effect]:
         """Tell a rank what it is, and what the fleet is."""
@@ -207,9 +207,10 @@ class Fleet:
         lost = [number for number in held if number not in has]
         effects = self._welcome(rank, kept)
         effects.append(_back(rank, len(kept), len(lost)))
-        effects += self.dispatcher.take_back(rank, BROKE, lost, now, rank.heard, rest=False)
+        awake = self._awake.read(now)
+        effects += self.dispatcher.take_back(rank, BROKE, lost, now, awake, rest=False)
         self._revive(rank)
-        return effects + self.dispatcher.route_waiting(rank.heard)
+        return effects + self.dispatcher.route_waiting(self._awake.read(now))
 
     def _revive(self, rank: Rank) -> None:
         """A rank is live again; what it holds it has to tell anew."""
@@ -230,7 +231,7 @@ class Fleet:
         if self._hashed:
             rank.events.asked = True
             effects.append(m.Send(rank.peer, m.Resync()))
-        return effects + self.dispatcher.route_waiting(rank.heard)
+        return effects + self.dispatcher.route_waiting(self._awake.read(now))
 
     def _progress(self, registered: int, message: m.Register, rank: Rank | None = None) -> m.Log:
         expected = max(registered, self._settings.expected_ranks)
@@ -252,7 +253,7 @@ class Fleet:
             fields = {"rank": rank.number, "requests": self.ledger.load(rank.number)}
             effects.append(m.Log("rank_draining", fields))
             if not len(self.ranks):
-                effects.append(self.dispatcher.none_left(rank.heard, orderly=True))
+                effects.append(self.dispatcher.none_left(self._awake.read(now), orderly=True))
         return effects
 
     def pong(self, peer: bytes, message: m.Pong, now: float) -> list[m.Effect]:
@@ -270,21 +271,21 @@ class Fleet:
         if rank.released or not wait:
             return self.lose_ranks([rank], now, BROKE, undelivered)
         effects: list[m.Effect] = []
-        clock, was_live = self._clock.read(now), self._retire(rank)
+        awake, was_live = self._awake.read(now), self._retire(rank)
         if rank.away_until is None:
-            rank.away_until = self._awake.read(now) + wait
+            rank.away_until = awake + wait
             fields = {"rank": rank.number, "requests": self.ledger.load(rank.number)}
             effects.append(m.Log("rank_away", fields, warning=True))
-        effects += self.dispatcher.take_back(rank, BROKE, undelivered, now, clock, rest=False)
+        effects += self.dispatcher.take_back(rank, BROKE, undelivered, now, awake, rest=False)
         if was_live and not len(self.ranks):
-            effects.append(self.dispatcher.none_left(clock, orderly=False))
+            effects.append(self.dispatcher.none_left(awake, orderly=False))
         return effects
 
     def lose_ranks(
         self, ranks: Sequence[Rank], now: float, cause: str, undelivered: tuple[int, ...] = ()
     ) -> list[m.Effect]:
         """Ranks are gone: their caches are forgotten, their requests go to others."""
-        clock = self._clock.read(now)
+        awake = self._awake.read(now)
         effects: list[m.Effect] = []
         # First of all none of them is live any more: none gets what another one had.
         were_live = [self._retire(rank) for rank in ranks]
@@ -296,10 +297,19 @@ class Fleet:
             left = cause == LEFT and not requests
             orderly &= left
             effects.append(m.Log("rank_left" if left else "rank_lost", fields, warning=not left))
-            effects += self.dispatcher.take_back(rank, cause, undelivered, now, clock)
+            effects += self.dispatcher.take_back(rank, cause, undelivered, now, awake)
         if any(were_live) and not len(self.ranks):
-            effects.append(self.dispatcher.none_left(clock, orderly=orderly))
+            effects.append(self.dispatcher.none_left(awake, orderly=orderly))
         return effects
+
+    def stop(self, now: float) -> list[m.Effect]:
+        """The engines are told to end: what comes from now on is for those that come next."""
+        were_live = [self._retire(rank) for rank in self.ranks.present]
+        for rank in self.ranks.present:
+            rank.draining = True
+        if not any(were_live):
+            return []
+        return [self.dispatcher.none_left(self._awake.read(now), orderly=True)]
 
     def _retire(self, rank: Rank) -> bool:
         """A rank gets no more requests. Returns whether it was live."""
@@ -363,7 +373,7 @@ class Fleet:
         self._clock.skip(stood_still)
         self._awake.skip(stood_still)
         clock, awake = self._clock.read(now), self._awake.read(now)
-        effects = self.dispatcher.expire(clock)
+        effects = self.dispatcher.expire(awake)
         gone = [r for r in self.ranks.present if r.away_until is not None and r.away_until <= awake]
         effects += self.lose_ranks(gone, now, BROKE)
         limit = self._settings.fleet.hung_timeout
