@@ -19,8 +19,7 @@ serve: $(READY)  ## serve a small built-in GPT on the CPU: 2 replicas behind the
 	@$(PYTHON) tools/serve.py --device cpu $(ARGS)
 
 rollouts: $(READY)  ## an RL loop on the CPU: rollouts on 2 served replicas, update, again
-	@OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 \
-		examples/rl_rollouts/rollouts.py $(ARGS)
+	@$(PYTHON) tools/launch.py --processes 2 examples/rl_rollouts/rollouts.py $(ARGS)
 
 test: $(READY)  ## run all tests
 	@$(PYTHON) -m pytest $(ARGS)

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Serve the small built-in GPT on the CPU, 2 replicas: what `make serve` does, spelled out.
+# Serve the small built-in GPT on the CPU, 2 replicas: as `make serve`, but under torchrun.
 #
 #   examples/serve_cpu.sh [flags of the tool, which win over those below]
 #
-# Run `make setup` first. Ctrl-C ends it; plain torchrun then prints a traceback of its own, which
-# `make serve` catches.
+# Run `make setup` first. Ctrl-C ends it; torchrun then prints a traceback of its own. Its processes
+# meet at a TCP port that listens on every interface and asks for no password; those of `make serve`
+# meet at a file (tools/launch.py).
 set -euo pipefail
 repo=$(cd "$(dirname "$0")/.." && pwd)
 PATH="$repo/.venv/bin:$PATH"

@@ -5,7 +5,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
@@ -19,6 +18,7 @@ _LOG_LINES = 15
 _GRACE_SECONDS = 2.0
 
 _KEY_FILE = "MEGATRON_COORDINATOR_KEY_FILE"  # as in runtime/keys.py
+_STORE_FILE = "MEGATRON_STORE_FILE"  # as in runtime/model.py
 
 
 class FleetFailed(RuntimeError):
@@ -74,7 +74,8 @@ class Fleet:
     def __enter__(self) -> "Fleet":
         # The replicas' coordinator writes its keys there, and this process's client reads them.
         os.environ[_KEY_FILE] = str(self._folder / "coordinator_keys.json")
-        context, environment = multiprocessing.get_context("spawn"), _environment(self._sizes)
+        context = multiprocessing.get_context("spawn")
+        environment = _environment(self._sizes, self._folder / f"{self._coordinator}_store")
         for rank in range(self._sizes.replicas):
             settings = ReplicaSettings(
                 self._sizes, self._coordinator, str(self._log(rank)), environment
@@ -138,19 +139,14 @@ class Fleet:
         return ""
 
 
-def _environment(sizes: Sizes) -> dict[str, str]:
-    """What torchrun would set; every replica is local rank 0, which is the one GPU."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def _environment(sizes: Sizes, store: Path) -> dict[str, str]:
+    """What a launcher would set; every replica is local rank 0, which is the one GPU."""
     on_cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     return {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        _STORE_FILE: str(store),
         "WORLD_SIZE": str(sizes.replicas),
         "LOCAL_WORLD_SIZE": str(sizes.replicas),
         "LOCAL_RANK": "0",
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "PYTHONWARNINGS": "ignore",
         "TORCH_LOGS": "-all",
     } | (on_cpu if sizes.device == "cpu" else {})

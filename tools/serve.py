@@ -1,27 +1,26 @@
 #!/usr/bin/env python3
-"""Start the server under torchrun on this machine, and end it cleanly on Ctrl-C.
+"""Start the server's processes on this machine, and end them cleanly on Ctrl-C.
 
     tools/serve.py [--replicas N] [flags of tools/run_dynamic_text_generation_server.py]
 
-Plain torchrun prints a traceback of its own on Ctrl-C; this launcher runs the same code and
-catches it.
+Nothing but the server itself opens a port: its processes meet at a file (launch.py). On several
+machines, or under a launcher of your own, start the server with torchrun.
 """
 
 import argparse
-import os
-import signal
 import sys
 from pathlib import Path
 
+from launch import INTERRUPTED, run_processes
+
 TOOL = Path(__file__).with_name("run_dynamic_text_generation_server.py")
-_INTERRUPTED = 130
 _JOINS = "--inference-coordinator-address"
 
 
 def launch(argv: list[str]) -> int:
     """Run the server until it ends; returns the exit code for the shell."""
     parser = argparse.ArgumentParser(
-        description="Serve a model on this machine: torchrun with one process a replica.",
+        description="Serve a model on this machine: one process a replica.",
         epilog=f"All other flags go to {TOOL.name}, whose help follows; its own are at the end.",
         allow_abbrev=False,
         add_help=False,
@@ -37,60 +36,15 @@ def launch(argv: list[str]) -> int:
         print(f"error: --replicas is {own.replicas}; give 1 or more", file=sys.stderr)
         return 2
     replicas = 1 if "--help" in rest or "-h" in rest else own.replicas
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would warn, and set the same
-    os.environ.setdefault("LOGLEVEL", "ERROR")  # torchrun's own: it tells of every signal
     print(f"[serve] starting {replicas} process(es); the first imports take a while", flush=True)
-    import logging
-
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
-
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    torchrun = ["--standalone", f"--nproc-per-node={replicas}", "--max-restarts=0"]
-    if any(flag.partition("=")[0] == _JOINS for flag in rest):
-        torchrun += _signals_to_the_processes()
-    try:
-        run(parse_args([*torchrun, str(TOOL), *rest]))
-    except SignalException:
-        print("[serve] stopped", flush=True)
-        return _INTERRUPTED
-    except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        print(f"[serve] a process ended with exit code {failure.exitcode}", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 1
-    return 0
-
-
-def _signals_to_the_processes() -> list[str]:
-    """Leave Ctrl-C and SIGTERM to the processes, which put things in order and end.
-
-    Once torchrun itself has taken a signal it ends with an error, whatever its processes did.
-
-    Returns:
-        What to tell torchrun.
-    """
-    from torch.distributed.launcher.api import LaunchConfig
-
-    if "signals_to_handle" not in LaunchConfig.__dataclass_fields__:  # torch before 2.9
-        return []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _pass_on)
-    return ["--signals-to-handle=SIGHUP,SIGQUIT"]
-
-
-def _pass_on(number: int, _: object) -> None:
-    import psutil
-
-    processes = psutil.Process().children()
-    if not processes:
-        sys.exit(_INTERRUPTED)
-    for process in processes:
-        process.send_signal(number)
+    joins = any(flag.partition("=")[0] == _JOINS for flag in rest)
+    # A job that joins a coordinator first answers what it has, for as long as it was told to.
+    patience = {"stop_seconds": float("inf")} if joins else {}
+    return run_processes(replicas, [str(TOOL), *rest], name="serve", **patience)
 
 
 if __name__ == "__main__":
     try:
         sys.exit(launch(sys.argv[1:]))
     except KeyboardInterrupt:
-        sys.exit(_INTERRUPTED)
+        sys.exit(INTERRUPTED)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """An RL loop in small: rollouts on served replicas, a gradient step, new weights, and again.
 
-torchrun --nproc-per-node 2 examples/rl_rollouts/rollouts.py [flags, see options.py]
+tools/launch.py --processes 2 examples/rl_rollouts/rollouts.py [flags, see options.py]
 """
 
 import os

@@ -53,9 +53,9 @@ def load_balanced(tmp_path_factory) -> tuple[Run, Served, Waits]:
 
 
 @pytest.fixture(scope="session")
-def tensor_parallel(tmp_path_factory) -> Run:
+def tensor_parallel(tmp_path_factory) -> tuple[Run, Served]:
     """Two replicas of two ranks each, over gloo."""
     folder = tmp_path_factory.mktemp("tensor_parallel")
     flags = ["--tensor-model-parallel-size=2", "--frontend-replicas=1"]
     with serve(folder, *flags, replicas=4) as served:
-        return hold_conversations(served.urls)
+        return hold_conversations(served.urls), served

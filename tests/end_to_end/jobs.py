@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from listening import family
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.core.inference.coordinator.runtime import keys
@@ -46,9 +47,7 @@ class Started:
 
     def look(self) -> list[psutil.Process]:
         """Every process that it started, itself first."""
-        with suppress(psutil.NoSuchProcess):
-            first = psutil.Process(self.process.pid)
-            self.family = [first, *first.children(recursive=True)]
+        self.family = family(self.process.pid) or self.family
         return self.family
 
     def kill(self) -> None:
@@ -96,7 +95,7 @@ class Coordinator(Started):
 
 
 class Job(Started):
-    """A server that has joined, under torchrun."""
+    """A server that has joined."""
 
     def await_ready(self) -> list[str]:
         """Wait until it serves; the URLs of its front ends."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from listening import family, listened_at
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 240
@@ -26,13 +27,14 @@ class Served:
         process: The launcher.
         folder: Where its log and files are.
         urls: Base URLs of its front ends.
-        stop_seconds: How long it took to end after Ctrl-C; None before that.
+        listening: The TCP addresses and ports it listened at when it was ready.
         survivors: Processes of the server that were still there afterwards.
     """
 
     process: subprocess.Popen
     folder: Path
     urls: list[str] = field(default_factory=list)
+    listening: set[tuple[str, int]] = field(default_factory=set)
     stop_seconds: float | None = None
     survivors: list[psutil.Process] = field(default_factory=list)
 
@@ -47,8 +49,7 @@ class Served:
 
     def processes(self) -> list[psutil.Process]:
         """Every process of the server, the launcher first."""
-        launcher = psutil.Process(self.process.pid)
-        return [launcher, *launcher.children(recursive=True)]
+        return family(self.process.pid)
 
     def stop(self) -> int:
         """Press Ctrl-C; returns the exit code."""
@@ -83,6 +84,7 @@ def serve(folder: Path, *flags: str, replicas: int = 2) -> Iterator[Served]:
             assert time.monotonic() < deadline, f"the server did not come up:\n{served.log}"
             time.sleep(0.1)
         served.urls = json.loads(url_file.read_text())["urls"]
+        served.listening = listened_at(served.processes())
         yield served
     finally:
         leftover = served.processes() if process.poll() is None else served.survivors

@@ -4,8 +4,10 @@ import json
 import re
 from statistics import median
 
+import pytest
 from conversations import BLOCK_SIZE, SESSIONS, TURNS
 from greed import p99
+from listening import beyond_loopback
 
 
 def test_at_least_90_percent_of_what_one_infinite_cache_would_skip(affinity):
@@ -56,6 +58,7 @@ def test_ctrl_c_ends_every_process_within_5_seconds_and_without_a_traceback(affi
     assert served.stop_seconds is not None
     assert served.stop_seconds < 5
     assert "Traceback" not in served.log
+    assert served.log.endswith("[serve] stopped\n")
 
 
 def test_start_up_says_what_it_waits_for_and_prints_a_curl_line_that_works(affinity):
@@ -94,5 +97,11 @@ def test_without_prefix_caching_routing_is_by_load(reference):
 
 
 def test_two_replicas_of_two_ranks_give_the_answers_of_one_rank(tensor_parallel, reference):
-    assert tensor_parallel.answers == reference[0].answers
-    assert tensor_parallel.share >= 0.9
+    assert tensor_parallel[0].answers == reference[0].answers
+    assert tensor_parallel[0].share >= 0.9
+
+
+@pytest.mark.parametrize("server", ["affinity", "load_balanced", "tensor_parallel"])
+def test_nothing_listens_beyond_loopback(server, request):
+    served = request.getfixturevalue(server)[1]
+    assert beyond_loopback(served.listening) == []

@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
+from listening import beyond_loopback, run_and_look
 from serving import ROOT
 
 NOT_NEEDED = ("hypercorn", "jinja2", "openai", "psutil", "quart", "uvicorn")
@@ -20,20 +20,15 @@ def run(tmp_path_factory):
     absent.mkdir()
     for name in NOT_NEEDED:
         (absent / f"{name}.py").write_text("raise ImportError('taken away by the test')\n")
-    done = subprocess.run(
-        [
-            *(sys.executable, ROOT / "tools" / "gpu_check.py", "--device=cpu", "--replicas=2"),
-            *("--sessions=3", "--turns=2", "--tokens=200:400", "--new-tokens=4"),
-            *("--released-policies=longest_prefix", f"--json={folder / 'report.json'}"),
-        ],
-        env={**os.environ, "PYTHONPATH": str(absent), "OMP_NUM_THREADS": "1"},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    command = [
+        *(sys.executable, ROOT / "tools" / "gpu_check.py", "--device=cpu", "--replicas=2"),
+        *("--sessions=3", "--turns=2", "--tokens=200:400", "--new-tokens=4"),
+        *("--released-policies=longest_prefix", f"--json={folder / 'report.json'}"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(absent), "OMP_NUM_THREADS": "1"}
+    done, listening = run_and_look(command, folder, 240, environment)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert beyond_loopback(listening) == []
     return done, json.loads((folder / "report.json").read_text())
 
 

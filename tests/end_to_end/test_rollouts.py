@@ -1,12 +1,12 @@
 """The RL loop of examples/rl_rollouts, small: its promise, and the control that can fail."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from listening import beyond_loopback, run_and_look
 from serving import ROOT
 
 SCRIPT = ROOT / "examples" / "rl_rollouts" / "rollouts.py"
@@ -16,16 +16,10 @@ SMALL = ("--iterations=2", "--groups=2", "--turns=3")
 
 def _totals(folder: Path, *flags: str) -> dict[str, Any]:
     """Run the loop on two replicas; what its one line on standard output says."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "--nproc-per-node=2", SCRIPT, *flags],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    launcher = [sys.executable, ROOT / "tools" / "launch.py", "--processes=2"]
+    done, listening = run_and_look([*launcher, SCRIPT, *flags], folder, seconds=240)
     assert done.returncode == 0, done.stderr[-4000:]
+    assert beyond_loopback(listening) == []
     (line,) = done.stdout.splitlines()
     return json.loads(line)
 

@@ -22,6 +22,7 @@ import one_engine
 import psutil
 import pytest
 from jobs import Coordinator, Gate, Job, ask, client_of, coordinator, job, wait_for
+from listening import beyond_loopback, listened_at
 from one_engine import ANSWER_TOKENS, PROMPTS
 from openai import OpenAI
 
@@ -125,6 +126,11 @@ def under_load(
 
     found = asyncio.run(run())
     assert found == fleet.answers * (len(found) // len(PROMPTS))
+
+
+def test_on_one_host_nothing_listens_beyond_loopback(fleet):
+    for each in (fleet.coordinator, fleet.jobs["a"], fleet.jobs["b"]):
+        assert beyond_loopback(listened_at(each.look())) == []
 
 
 def test_of_a_job_that_is_killed_under_load_nothing_is_lost(fleet):

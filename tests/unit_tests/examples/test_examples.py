@@ -18,6 +18,10 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "end_to_end"))
+
+from listening import beyond_loopback, run_and_look
+
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
 TOOL = ROOT / "tools" / "run_dynamic_text_generation_server.py"
@@ -297,17 +301,13 @@ def test_the_client_chats_and_tells_what_was_cached(how, fake_server, tmp_path):
 # --- The script with the three lines, on two real engines ---
 
 
-def test_an_existing_script_finds_the_turns_before_cached():
+def test_an_existing_script_finds_the_turns_before_cached(tmp_path):
     script = EXAMPLES / "existing_script.py"
     launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "--nproc-per-node=2", script],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    command = [*launcher, "--nproc-per-node=2", script]
+    done, listening = run_and_look(command, tmp_path, seconds=150, launcher=False)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert beyond_loopback(listening) == []  # but for torchrun itself
     turns = re.findall(r"^turn \d: cached (\[.*\]) of (\[.*\]) tokens$", done.stdout, re.MULTILINE)
     cached, lengths = ([json.loads(each) for each in column] for column in zip(*turns, strict=True))
     whole_blocks = [[length // 64 * 64 for length in turn] for turn in lengths]

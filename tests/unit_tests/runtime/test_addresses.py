@@ -1,5 +1,6 @@
 """The address that the rest of a job can reach this machine at."""
 
+import os
 import socket
 
 import pytest
@@ -22,10 +23,41 @@ def world(monkeypatch):
     return tell
 
 
+@pytest.fixture
+def interfaces(monkeypatch):
+    """`interfaces()`: what gloo and NCCL are told."""
+    for variable in addresses._INTERFACE_VARIABLES:
+        monkeypatch.setenv(variable, "")  # so that it is put back
+        monkeypatch.delenv(variable)
+
+    def tell() -> list[str | None]:
+        addresses.keep_collectives_on_loopback()
+        return [os.environ.get(variable) for variable in addresses._INTERFACE_VARIABLES]
+
+    return tell
+
+
 @pytest.mark.parametrize(("size", "local"), [(None, None), ("1", "1"), ("8", "8"), ("2", None)])
 def test_a_job_on_one_machine_stays_on_loopback(world, size, local):
     world(size, local)
     assert addresses.job_address() == "127.0.0.1"
+
+
+@pytest.mark.parametrize(("size", "local"), [(None, None), ("1", "1"), ("8", "8")])
+def test_collectives_of_a_job_on_one_machine_stay_on_loopback(world, interfaces, size, local):
+    world(size, local)
+    assert interfaces() == ["lo", "lo"]
+
+
+def test_collectives_between_machines_go_where_they_did(world, interfaces):
+    world("16", "8")
+    assert interfaces() == [None, None]
+
+
+def test_an_interface_that_was_named_stays(world, interfaces, monkeypatch):
+    world("8", "8")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    assert interfaces() == ["lo", "eth0"]
 
 
 def test_on_several_machines_it_is_the_address_that_leads_to_the_master(world, monkeypatch):

@@ -8,7 +8,6 @@ import asyncio
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -21,8 +20,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.core.inference import coordinator
 from megatron.core.inference.coordinator.arguments import routing_settings_from_args
@@ -57,7 +54,9 @@ def load(name: str) -> ModuleType:
 
 
 tool = load("run_dynamic_text_generation_server")
+sys.path.insert(0, str(TOOLS))
 serve = load("serve")
+launch = sys.modules["launch"]
 
 
 @pytest.fixture(scope="module")
@@ -956,62 +955,47 @@ def test_what_nobody_expects_keeps_its_traceback(main):
 
 @pytest.fixture
 def launched(monkeypatch) -> Callable[..., tuple[int, list]]:
-    """`launched(*flags, ends=…)`: exit code, and what torchrun was asked to run."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("LOGLEVEL", "ERROR")
+    """`launched(*flags)`: exit code, and what the launcher was asked to run."""
 
-    def launch(*flags: str, ends: BaseException | None = None) -> tuple[int, list]:
+    def start(*flags: str) -> tuple[int, list]:
         ran = []
 
-        def run(args: argparse.Namespace) -> None:
-            ran.append(args)
-            if ends is not None:
-                raise ends
+        def run(replicas: int, command: list[str], **options: Any) -> int:
+            ran.append((replicas, command, options))
+            return 0
 
-        monkeypatch.setattr("torch.distributed.run.run", run)
+        monkeypatch.setattr(serve, "run_processes", run)
         return serve.launch(list(flags)), ran
 
-    return launch
+    return start
 
 
-def test_signals_go_to_the_processes_of_a_job_that_joins(launched, monkeypatch):
-    handlers, sent = {}, []
-    monkeypatch.setattr(serve.signal, "signal", handlers.__setitem__)
-    _, (ran,) = launched(JOIN)
-    assert ran.signals_to_handle == "SIGHUP,SIGQUIT"
-    assert sorted(handlers) == [signal.SIGINT, signal.SIGTERM]
-    child = SimpleNamespace(send_signal=sent.append)
-    children = [[child, child], []]
-    process = SimpleNamespace(children=lambda: children.pop(0))
-    monkeypatch.setattr("psutil.Process", lambda: process)
-    handlers[signal.SIGTERM](signal.SIGTERM, None)
-    assert sent == [signal.SIGTERM] * 2
-    with pytest.raises(SystemExit) as stopped:  # they are not there yet
-        handlers[signal.SIGINT](signal.SIGINT, None)
-    assert stopped.value.code == 130
+def test_the_processes_meet_where_the_launcher_says():
+    assert launch.STORE_VARIABLE == model.STORE_VARIABLE
 
 
-def test_signals_of_any_other_job_are_torchrun_s(launched, monkeypatch):
-    monkeypatch.setattr(serve.signal, "signal", None)
-    _, (ran,) = launched()
-    assert "SIGTERM" in ran.signals_to_handle
+def test_a_job_that_joins_has_all_the_time_it_was_given_to_drain(launched):
+    for flags in ([JOIN], JOIN.split("=")):
+        _, ((_, _, options),) = launched(*flags)
+        assert options == {"name": "serve", "stop_seconds": float("inf")}
+    _, ((_, _, options),) = launched()
+    assert options == {"name": "serve"}
 
 
 def test_two_replicas_by_default(launched, capsys):
-    code, (ran,) = launched()
+    code, ((replicas, command, _),) = launched()
     assert code == 0
-    assert (ran.nproc_per_node, ran.standalone, ran.max_restarts) == ("2", True, 0)
-    assert ran.training_script == str(TOOLS / "run_dynamic_text_generation_server.py")
-    assert ran.training_script_args == []
+    assert replicas == 2
+    assert command == [str(TOOLS / "run_dynamic_text_generation_server.py")]
     assert capsys.readouterr().out.startswith("[serve] starting 2 process(es)")
 
 
 @pytest.mark.parametrize("replicas", [["--replicas", "3"], ["--replicas=3"]])
 def test_all_other_flags_go_to_the_tool_as_they_are(launched, replicas):
     flags = ["--port", "0", "--load=x y", "--frontend-replicas", "-1", "--parsers", "json", "tool"]
-    _, (ran,) = launched(*flags[:4], *replicas, *flags[4:])
-    assert ran.nproc_per_node == "3"
-    assert ran.training_script_args == flags
+    _, ((count, command, _),) = launched(*flags[:4], *replicas, *flags[4:])
+    assert count == 3
+    assert command[1:] == flags
 
 
 @pytest.mark.parametrize("replicas", ["0", "-1"])
@@ -1027,22 +1011,31 @@ def test_replicas_that_are_no_number_are_refused(launched):
     assert stopped.value.code == 2
 
 
-def test_ctrl_c_ends_it_without_a_traceback(launched, capsys):
-    code, _ = launched(ends=SignalException("got signal 2", 2))
-    assert code == 130
-    assert capsys.readouterr().out.endswith("[serve] stopped\n")
-
-
-@pytest.mark.parametrize(("exit_code", "ours"), [(3, 3), (130, 130), (-9, 1)])
-def test_a_process_that_ends_badly_gives_its_exit_code(launched, tmp_path, exit_code, ours, capsys):
-    failure = ProcessFailure(0, 123, exit_code, str(tmp_path / "none"))
-    code, _ = launched(ends=ChildFailedError("tool", {0: failure}))
-    assert code == ours
-    assert f"[serve] a process ended with exit code {exit_code}\n" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ("sys.exit(3)", 3, "[serve] a process ended with exit code 3\n"),
+        ("sys.exit(130)", 130, "[serve] a process ended with exit code 130\n"),
+        ("os.kill(os.getpid(), 9)", 1, "[serve] a process ended with exit code -9\n"),
+        ("os.kill(os.getppid(), 2); signal.pause()", 130, "[serve] stopped\n"),
+    ],
+)
+def test_how_it_ends(tmp_path, ends, code, said):
+    script = tmp_path / "script.py"
+    script.write_text(f"import os, signal, sys\n{ends}\n")
+    start = (
+        f"import pathlib, sys; sys.path.insert(0, {str(TOOLS)!r}); import serve; "
+        f"serve.TOOL = pathlib.Path({str(script)!r}); sys.exit(serve.launch(['--replicas=1']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", start], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == code
+    assert said in done.stdout + done.stderr
 
 
 def test_help_is_the_launcher_s_and_one_tool_s(launched, capsys):
-    _, (ran,) = launched("--help", "--replicas", "4")
-    assert ran.nproc_per_node == "1"
-    assert ran.training_script_args == ["--help"]
+    _, ((replicas, command, _),) = launched("--help", "--replicas", "4")
+    assert replicas == 1
+    assert command[1:] == ["--help"]
     assert "--replicas N" in capsys.readouterr().out

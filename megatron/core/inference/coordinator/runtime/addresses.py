@@ -1,4 +1,4 @@
-"""Which address of this machine the rest of the job can reach."""
+"""Which address and interface of this machine the rest of the job can reach."""
 
 import os
 import socket
@@ -6,17 +6,20 @@ import tempfile
 from pathlib import Path
 
 _LOOPBACK = "127.0.0.1"
+_LOOPBACK_INTERFACES = "lo", "lo0"  # Linux, BSD and macOS
+
+
+_INTERFACE_VARIABLES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def job_address() -> str:
     """This machine's address within the job.
 
-    Loopback while all ranks are on this machine, as torchrun tells. Otherwise the address that
-    leads to MASTER_ADDR; on the master itself, whose own name may well resolve to loopback, the
-    first address that is none.
+    Loopback while all ranks are on this machine. Otherwise the address that leads to MASTER_ADDR;
+    on the master itself, whose own name may well resolve to loopback, the first address that is
+    none.
     """
-    world = os.environ.get("WORLD_SIZE", "1")
-    if os.environ.get("LOCAL_WORLD_SIZE", world) == world:
+    if _on_one_machine():
         return _LOOPBACK
     address = _address_towards(os.environ.get("MASTER_ADDR", ""))
     if address is None or address.startswith("127."):
@@ -32,6 +35,24 @@ def machine() -> str:
     kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     folder = os.stat(tempfile.gettempdir())
     return f"{kernel} {folder.st_dev} {folder.st_ino}"
+
+
+def keep_collectives_on_loopback() -> None:
+    """Keep gloo and NCCL off the network while all ranks are on this machine.
+
+    They listen where this machine's name leads to, for whoever connects. Call it before process
+    groups are made; what the environment says already stays.
+    """
+    loopback = [name for _, name in socket.if_nameindex() if name in _LOOPBACK_INTERFACES]
+    if loopback and _on_one_machine():
+        for variable in _INTERFACE_VARIABLES:
+            os.environ.setdefault(variable, loopback[0])
+
+
+def _on_one_machine() -> bool:
+    """True if all ranks are on this machine, as torchrun and tools/launch.py tell."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    return os.environ.get("LOCAL_WORLD_SIZE", world) == world
 
 
 def _address_towards(host: str) -> str | None:

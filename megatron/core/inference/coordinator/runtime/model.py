@@ -6,6 +6,7 @@ where there is one, `build_tokenizer`, `build_inference_config`, `build_engine`.
 
 import contextlib
 import io
+import os
 import re
 import sys
 import traceback
@@ -41,6 +42,7 @@ from megatron.training.initialize import initialize_megatron
 
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.inference.coordinator.runtime import cpu_device
+from megatron.core.inference.coordinator.runtime.addresses import keep_collectives_on_loopback
 from megatron.core.inference.coordinator.runtime.byte_tokenizer import TOKENIZER_TYPE, ByteTokenizer
 from megatron.training import arguments, global_vars
 
@@ -75,6 +77,9 @@ PLAIN_DEFAULTS = {
     "apply_rope_fusion": False,
 }
 """Without Transformer Engine, or a GPU for it: off is what would need it, or APEX."""
+
+STORE_VARIABLE = "MEGATRON_STORE_FILE"
+"""Names the file where the ranks meet, if they need no TCP port for it: set by tools/launch.py."""
 
 _HAVE_TE = find_spec("transformer_engine") is not None
 
@@ -267,13 +272,13 @@ def _defaults() -> dict[str, Any]:
 def _join_processes(args: Namespace) -> None:
     """Makes the process groups, then the model parallel groups; neither twice."""
     if not torch.distributed.is_initialized():
+        keep_collectives_on_loopback()
         torch.distributed.init_process_group(
             args.distributed_backend,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
             rank=args.rank,
             world_size=args.world_size,
-            # A process on its own needs no address to meet others at.
-            store=torch.distributed.HashStore() if args.world_size == 1 else None,
+            store=_store(args.world_size),
         )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
@@ -284,6 +289,14 @@ def _join_processes(args: Namespace) -> None:
             distributed_timeout_minutes=args.distributed_timeout_minutes,
             order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         )
+
+
+def _store(world_size: int) -> torch.distributed.Store | None:
+    """Where the ranks meet; None leaves it to torch, which goes by the launcher's address."""
+    if world_size == 1:
+        return torch.distributed.HashStore()
+    path = os.environ.get(STORE_VARIABLE)
+    return torch.distributed.FileStore(path, world_size) if path else None
 
 
 def _seed(args: Namespace) -> None:
