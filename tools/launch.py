@@ -30,7 +30,9 @@ STORE_VARIABLE = "MEGATRON_STORE_FILE"  # as in runtime/model.py
 INTERRUPTED = 130
 """What a shell calls "ended by Ctrl-C"."""
 
-_STOP_SECONDS = 30.0
+STOP_SECONDS = 30.0
+"""How long processes have to end, before they are killed."""
+
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -38,7 +40,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def run_processes(
     count: int,
     command: Sequence[str],
-    stop_seconds: float = _STOP_SECONDS,
+    stop_seconds: float = STOP_SECONDS,
+    ctrl_c: signal.Signals = signal.SIGINT,
     name: str = "launch",
 ) -> int:
     """Run a Python script in several processes until all have ended.
@@ -50,6 +53,7 @@ def run_processes(
         command: The script and its arguments.
         stop_seconds: How long processes have to end after a signal, before they are killed. Those
             that the launcher ends because another one failed always have 30 s.
+        ctrl_c: What the processes get for SIGINT.
         name: What its messages begin with.
 
     Returns:
@@ -62,7 +66,7 @@ def run_processes(
             for rank in range(count):
                 environment = _environment(rank, count, Path(folder, "store"))
                 processes.append(_start(command, environment, signals))
-            stopped, failure = _wait(processes, signals, stop_seconds)
+            stopped, failure = _wait(processes, signals, stop_seconds, ctrl_c)
         finally:
             _kill(processes)
     if stopped and any(process.returncode for process in processes):
@@ -122,7 +126,10 @@ def _start(
 
 
 def _wait(
-    processes: Sequence[subprocess.Popen], signals: set[signal.Signals], stop_seconds: float
+    processes: Sequence[subprocess.Popen],
+    signals: set[signal.Signals],
+    stop_seconds: float,
+    ctrl_c: signal.Signals,
 ) -> tuple[bool, int]:
     """Wait until all processes have ended, or have had their time to.
 
@@ -135,7 +142,7 @@ def _wait(
         if not (stopped or failure):
             failure = next((each.returncode for each in processes if each.returncode), 0)
             if failure:
-                deadline = time.monotonic() + _STOP_SECONDS
+                deadline = time.monotonic() + STOP_SECONDS
                 _signal(alive, signal.SIGTERM)
         left = deadline - time.monotonic()
         if not alive or left <= 0:
@@ -145,7 +152,7 @@ def _wait(
             continue
         if not (stopped or failure):
             stopped, deadline = True, time.monotonic() + stop_seconds
-        _signal(alive, got.si_signo)
+        _signal(alive, ctrl_c if got.si_signo == signal.SIGINT else got.si_signo)
 
 
 def _signal(processes: Sequence[subprocess.Popen], number: int) -> None:

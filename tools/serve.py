@@ -8,10 +8,11 @@ machines, or under a launcher of your own, start the server with torchrun.
 """
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
-from launch import INTERRUPTED, run_processes
+from launch import INTERRUPTED, STOP_SECONDS, run_processes
 
 TOOL = Path(__file__).with_name("run_dynamic_text_generation_server.py")
 _JOINS = "--inference-coordinator-address"
@@ -38,9 +39,15 @@ def launch(argv: list[str]) -> int:
     replicas = 1 if "--help" in rest or "-h" in rest else own.replicas
     print(f"[serve] starting {replicas} process(es); the first imports take a while", flush=True)
     joins = any(flag.partition("=")[0] == _JOINS for flag in rest)
-    # A job that joins a coordinator first answers what it has, for as long as it was told to.
-    patience = {"stop_seconds": float("inf")} if joins else {}
-    return run_processes(replicas, [str(TOOL), *rest], name="serve", **patience)
+    return run_processes(
+        replicas,
+        [str(TOOL), *rest],
+        # A job that joins a coordinator first answers what it has, for as long as it was told to.
+        stop_seconds=float("inf") if joins else STOP_SECONDS,
+        # The server takes both alike, but while it still imports, SIGINT would print a traceback.
+        ctrl_c=signal.SIGTERM,
+        name="serve",
+    )
 
 
 if __name__ == "__main__":
