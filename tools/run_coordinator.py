@@ -35,7 +35,12 @@ from megatron.core.inference.coordinator.arguments import (  # noqa: E402
     add_prefix_routing_args,
     routing_settings_from_args,
 )
-from megatron.core.inference.coordinator.runtime import addresses, keys, process  # noqa: E402
+from megatron.core.inference.coordinator.runtime import (  # noqa: E402
+    addresses,
+    keys,
+    private_files,
+    process,
+)
 from megatron.core.inference.coordinator.runtime.records import check_file  # noqa: E402
 from megatron.core.inference.coordinator.settings import (  # noqa: E402
     AccessSettings,
@@ -144,11 +149,11 @@ def settings_of(args: argparse.Namespace) -> process.ProcessSettings:
     """
     if not 0 <= args.port <= 65535:
         raise SettingsError(f"--port is {args.port}; give a port from 0 to 65535")
-    record = RecordSettings.from_mapping(vars(args)).record
+    recording = RecordSettings.from_mapping(vars(args))
     for flag, path in (
         ("--address-file", args.address_file),
         ("--coordinator-schedule-output", args.coordinator_schedule_output),
-        (RecordSettings.flag("record"), record),
+        (RecordSettings.flag("record"), recording.record),
     ):
         check_file(flag, path)
     caching = args.inference_dynamic_batching_enable_prefix_caching
@@ -173,7 +178,7 @@ def settings_of(args: argparse.Namespace) -> process.ProcessSettings:
         args.host,
         args.port,
         args.coordinator_schedule_output,
-        record or None,
+        recording,
         lock=keys.make_lock(access),
     )
 
@@ -199,9 +204,7 @@ def announce(args: argparse.Namespace, core: CoordinatorSettings, address: str) 
     tool = "torchrun --nproc-per-node 1 tools/run_dynamic_text_generation_server.py"
     print("  " + " \\\n      ".join([tool, *flags]), flush=True)
     if args.address_file is not None:
-        partial = args.address_file.with_suffix(".partial")
-        partial.write_text(address + "\n")
-        partial.replace(args.address_file)
+        private_files.write(args.address_file, address + "\n", private_files.PUBLIC)
 
 
 def _say(text: str) -> None:
@@ -223,10 +226,10 @@ def main(argv: list[str]) -> None:
             listening=lambda address: announce(args, settings.coordinator, address),
             signals=(signal.SIGINT, signal.SIGTERM),
         )
-    except SettingsError as error:
+    except (SettingsError, keys.KeyFileError) as error:
         sys.exit(f"[coordinator] error: {error}")
     except OSError as error:
-        text = error.strerror or error
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error
         if error.errno == errno.EADDRINUSE:
             text = f"port {args.port} on {args.host} is in use; name another with --port"
         sys.exit(f"[coordinator] error: {text}")

@@ -268,9 +268,14 @@ def main(argv: list[str]) -> None:
     except _expected_errors() as error:
         if isinstance(error, _same_everywhere()) and os.environ.get("LOCAL_RANK", "0") != "0":
             sys.exit(1)  # the first rank of this machine says it
-        text = error.strerror if isinstance(error, OSError) and error.strerror else error
-        sys.exit(f"[rank {rank}] error: {text}")
+        sys.exit(f"[rank {rank}] error: {_text_of(error)}")
     stop_signal.exit_if_stopped()
+
+
+def _text_of(error: Exception) -> str:
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
 
 
 def _same_everywhere() -> tuple[type[Exception], ...]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 
 # All that takes long to import: whoever forks from a process that has done it starts at once.
 import megatron.core.inference.engines.dynamic_engine
@@ -14,6 +13,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 import megatron.core.inference.coordinator.runtime.serving  # noqa: F401
 from campaign.prompts import GREEDY
 from megatron.core.inference.coordinator.runtime import model as models
+from megatron.core.inference.coordinator.runtime import private_files
 
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
@@ -52,6 +52,4 @@ def answer_alone(prompts: list[list[int]], path: str) -> None:
         for prompt in prompts
         for record in engine.generate([prompt], params)
     ]
-    partial = Path(path).with_suffix(".partial")
-    partial.write_text(json.dumps(answers))
-    partial.replace(path)
+    private_files.write(path, json.dumps(answers))

@@ -90,7 +90,8 @@ class _Log:
             raise record.wrong(f"block_size is {size}; it was {self.block_size} before")
         self.block_size = size
         self.replicas = max(self.replicas, record.whole("ranks", 0, default=0))
-        self._life += 1
+        if not (self._life and record.values.get("continues")):
+            self._life += 1
 
     def asked(self, record: Record) -> None:
         """A request ended."""
@@ -174,15 +175,22 @@ class _Log:
         return None
 
 
+def _files(path: Path) -> list[Path]:
+    older = path.with_name(f"{path.name}.1")
+    if not older.exists():
+        return [path]
+    return [older, path] if path.exists() else [older]  # ended between one file and the next
+
+
 def read_decisions(path: Path) -> Workload:
-    """Read a record.
+    """Read a record, with what was there before it became too large (`FILE.1`).
 
     Raises:
         InputError: It is none, or something in it is wrong.
     """
     log = _Log()
     events = {"open": log.opened, "request": log.asked}
-    for record in records(path):
+    for record in (each for file in _files(path) for each in records(file)):
         event = record.text("event")
         if event not in events:
             raise record.wrong(f"event is {event!r}; it must be one of {', '.join(events)}")

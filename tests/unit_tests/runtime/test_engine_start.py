@@ -329,7 +329,7 @@ def test_the_first_rank_alone_starts_the_coordinator_and_the_others_are_told(
 def test_without_a_port_or_files_the_system_chooses_and_nothing_is_written(processes):
     with started([DummyEngine(*make_groups())]):
         settings = processes[0].settings
-    assert (settings.port, settings.schedule_path, settings.record_path) == (0, None, None)
+    assert (settings.port, settings.schedule_path, settings.recording.record) == (0, None, "")
 
 
 def run_until_it_dies(engine: DummyEngine, processes: list["DummyProcess"]) -> None:

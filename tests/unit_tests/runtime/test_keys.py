@@ -134,40 +134,115 @@ def test_a_coordinator_that_is_started_again_takes_the_keys_that_its_peers_have(
         assert (first.own.secret in written.read_text()) is (written != path)
 
 
-def test_keys_that_are_not_whole_or_that_others_may_have_read_are_not_taken_again(tmp_path):
+def test_where_one_of_the_two_files_is_missing_there_are_new_keys_and_it_is_told(tmp_path, caplog):
     path, beside = tmp_path / "keys.json", tmp_path / "keys.json.coordinator"
-
-    def lose_the_ring(lock: Lock) -> None:
-        path.unlink()
-
-    def lose_the_secret(lock: Lock) -> None:
-        beside.unlink()
-
-    def let_others_read(lock: Lock) -> None:
-        beside.chmod(0o644)
-
-    def break_it(lock: Lock) -> None:
-        beside.write_text("[]")
-
-    def put_another_in_its_place(lock: Lock) -> None:
-        Lock.generate().ring.write(path)
-
-    def leave_a_part(lock: Lock) -> None:
-        lock.ring.only(Role.SUBMIT).write(path)
-
-    for happens in (
-        lose_the_ring,
-        lose_the_secret,
-        let_others_read,
-        break_it,
-        put_another_in_its_place,
-        leave_a_part,
-    ):
+    for missing in (path, beside):
         before = Lock.kept(path)
-        happens(before)
+        missing.unlink()
         after = Lock.kept(path)
-        assert after.own != before.own, happens
+        assert after.own != before.own
         assert KeyRing.read(path) == after.ring
+        assert Lock.kept(path) == after
+    assert caplog.messages == [
+        f"keys_renewed file='{path}' missing='{missing}'" for missing in (path, beside)
+    ]
+
+
+def test_keys_whose_writer_was_killed_between_the_files_are_made_anew(tmp_path, monkeypatch):
+    path = tmp_path / "keys.json"
+    Lock.kept(path)
+    (tmp_path / "keys.json.coordinator").unlink()
+
+    def killed(ring, path):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(KeyRing, "write", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Lock.kept(path)
+    assert Lock.kept(path).ring == KeyRing.read(path)
+
+
+def test_keys_that_cannot_be_used_are_told_and_left_as_they_are(tmp_path):
+    """New ones would lock out all who have the old ones."""
+    path, beside = tmp_path / "keys.json", tmp_path / "keys.json.coordinator"
+    lock = Lock.kept(path)
+    as_they_were = path.read_text(), beside.read_text()
+
+    def put_a_link_to_nothing() -> None:
+        beside.unlink()
+        beside.symlink_to("nothing")
+
+    for happens, sentence in (
+        (lambda: path.chmod(0o640), f"{path}: has mode 640; run: chmod 600 {path}$"),
+        (lambda: beside.chmod(0o604), f"{beside}: has mode 604; run: chmod 600 {beside}$"),
+        (lambda: beside.write_text("[]"), f"{beside} holds no keys"),
+        (lambda: beside.write_text('{"public": 1, "secret": 2}'), f"{beside} holds no keys"),
+        (lambda: path.write_text("{"), f"{path} is not JSON"),
+        (lambda: Lock.generate().ring.write(path), "are not a coordinator's two; put those back"),
+        (lambda: lock.ring.only(Role.SUBMIT).write(path), "are not a coordinator's two"),
+        (put_a_link_to_nothing, f"{beside}: No such file"),
+    ):
+        happens()
+        found = path.read_text()
+        with pytest.raises(KeyFileError, match=sentence):
+            Lock.kept(path)
+        assert path.read_text() == found
+        beside.unlink()
+        for file, text in zip((path, beside), as_they_were, strict=True):
+            file.write_text(text)
+            file.chmod(0o600)
+        assert Lock.kept(path) == lock
+
+
+def test_a_key_file_goes_into_no_file_of_anybody_else(lock, tmp_path):
+    path, others = tmp_path / "keys.json", tmp_path / "others"
+    others.write_text("precious")
+    for name in ("keys.json", "keys.json.partial", "keys.partial"):
+        (tmp_path / name).symlink_to(others)
+    lock.ring.write(path)
+    assert not path.is_symlink()
+    assert others.read_text() == "precious"
+    assert (tmp_path / "keys.json.partial").is_symlink()  # it is nobody's business of ours
+
+
+def test_what_is_not_a_plain_file_of_keys_is_refused(lock, tmp_path):
+    path = tmp_path / "keys.json"
+    os.mkfifo(path, 0o600)  # whoever opens one to read it waits for a writer
+    with pytest.raises(KeyFileError, match=f"key file {path}: is not a plain file"):
+        KeyRing.read(path)
+    with pytest.raises(KeyFileError, match=f"key file {tmp_path}: is not a plain file"):
+        KeyRing.read(tmp_path)
+    path.unlink()
+    for content, sentence in (
+        ("\N{BULLET}" * 40, "is not ASCII text"),
+        ("x" * 70_000, "has more than 64 KiB"),
+        ("[" * 60_000, "is not JSON"),
+        (json.dumps({"server": "\N{BULLET}" * 40}), "holds no keys"),
+    ):
+        path.write_text(content)
+        path.chmod(0o600)
+        with pytest.raises(KeyFileError, match=sentence):
+            KeyRing.read(path)
+
+
+def test_a_link_to_a_key_file_is_followed(lock, tmp_path):
+    """Secrets of Kubernetes are links."""
+    lock.ring.write(tmp_path / "real.json")
+    (tmp_path / "keys.json").symlink_to("real.json")
+    assert KeyRing.read(tmp_path / "keys.json") == lock.ring
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
+def test_keys_that_somebody_else_put_there_are_refused(lock, tmp_path, monkeypatch):
+    path = tmp_path / "keys.json"
+    lock.ring.write(path)
+    os.chown(path, 12345, -1)
+    with pytest.raises(KeyFileError, match=r"belongs to user 12345; it must be a file of user 0$"):
+        KeyRing.read(path)
+    os.chown(path, 0, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)  # root's are anybody's
+    assert KeyRing.read(path) == lock.ring
 
 
 # --- on the wire ---------------------------------------------------------------------------------

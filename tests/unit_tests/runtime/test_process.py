@@ -36,7 +36,11 @@ from megatron.core.inference.coordinator.runtime.process import (
     ProcessSettings,
     run,
 )
-from megatron.core.inference.coordinator.settings import CoordinatorSettings, FleetSettings
+from megatron.core.inference.coordinator.settings import (
+    CoordinatorSettings,
+    FleetSettings,
+    RecordSettings,
+)
 
 BLOCK = 4
 WAIT_MS = 5000
@@ -335,7 +339,7 @@ def test_it_leaves_its_decisions_in_files(orphan_to_be, tmp_path):
     path, record = tmp_path / "schedule.json", tmp_path / "record.jsonl"
     settings = CoordinatorSettings(expected_ranks=1, block_size_tokens=BLOCK)
     prompt = list(range(10))
-    files = {"schedule_path": str(path), "record_path": str(record)}
+    files = {"schedule_path": str(path), "recording": RecordSettings(str(record))}
     with started(coordinator=settings, **files) as coordinator:
         with talking(coordinator, b"engine") as engine, talking(coordinator, b"client") as client:
             engine.say(m.Register(1, "job", 0, 0, 8, BLOCK, 100, "lru"))
@@ -383,14 +387,14 @@ def test_the_log_says_at_the_start_where_the_record_is():
     said = start(ProcessSettings(), address, 1024)
     assert said["address"] == address
     assert "record" not in said
-    recorded = start(ProcessSettings(record_path="a.jsonl"), address, 1024)
+    recorded = start(ProcessSettings(recording=RecordSettings("a.jsonl")), address, 1024)
     assert recorded == said | {"record": "a.jsonl"}
 
 
 def test_a_record_that_cannot_be_written_is_an_error_at_the_start(tmp_path):
     nowhere = str(tmp_path / "no_such_folder" / "record.jsonl")
     with pytest.raises(CoordinatorDied, match=f"FileNotFoundError: .*{nowhere}"):
-        CoordinatorProcess(ProcessSettings(record_path=nowhere))
+        CoordinatorProcess(ProcessSettings(recording=RecordSettings(nowhere)))
 
 
 def test_it_ends_with_its_parent(orphan_to_be):

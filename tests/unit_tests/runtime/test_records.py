@@ -1,6 +1,7 @@
 """What is written for those who study decisions."""
 
 import json
+import os
 import time
 
 import msgpack
@@ -9,8 +10,9 @@ from builders import BLOCK, make_settings
 
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.core import Coordinator
+from megatron.core.inference.coordinator.runtime import private_files
 from megatron.core.inference.coordinator.runtime.records import Books, Record, Schedule, check_file
-from megatron.core.inference.coordinator.settings import SettingsError
+from megatron.core.inference.coordinator.settings import RecordSettings, SettingsError
 
 HASHES = bytes(range(16))
 
@@ -105,7 +107,7 @@ def test_a_line_that_an_earlier_coordinator_did_not_end_is_ended(path):
 
 
 def test_others_see_what_is_written_at_each_tick(path):
-    books = Books(make_settings(), None, str(path))
+    books = Books(make_settings(), None, RecordSettings(str(path)))
     books.add(trace())
     assert len(lines(path)) == 1
     books.flush()
@@ -113,14 +115,124 @@ def test_others_see_what_is_written_at_each_tick(path):
     books.close()
 
 
-def test_a_full_disk_ends_the_record_and_nothing_else(caplog):
-    record = Record("/dev/full", make_settings())
+def test_a_full_disk_ends_the_record_and_nothing_else(caplog, path, monkeypatch):
+    with open("/dev/full", "wb") as full:
+        monkeypatch.setattr(private_files, "append", lambda path: full)
+        record = Record(path, make_settings())
     for _ in range(3):
         record.add(trace())
         record.flush()
     record.close()
     (line,) = caplog.messages
-    assert line == "record_ended file='/dev/full' error='No space left on device'"
+    assert line == f"record_ended file='{path}' error='No space left on device'"
+
+
+# --- whose the record is -----------------------------------------------------------------------
+
+
+def mode(path):
+    return path.stat().st_mode & 0o777
+
+
+@pytest.fixture
+def no_umask():
+    mask = os.umask(0)
+    yield
+    os.umask(mask)
+
+
+@pytest.mark.usefixtures("no_umask")
+def test_nobody_else_may_read_it_also_where_it_is_an_older_one(path):
+    Record(path, make_settings()).close()
+    assert mode(path) == 0o600
+    path.chmod(0o644)
+    Record(path, make_settings()).close()
+    assert (mode(path), len(lines(path))) == (0o600, 2)
+
+
+def test_it_goes_into_no_file_of_anybody_else(path, tmp_path):
+    others = tmp_path / "others"
+    others.write_text("precious")
+    path.symlink_to(others)
+    with pytest.raises(PermissionError, match="is a symbolic link; name the file itself"):
+        Record(path, make_settings())
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(PermissionError, match="is not a plain file"):
+        Record(path, make_settings())
+    path.unlink()
+    path.touch()
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+        with pytest.raises(PermissionError, match="belongs to user 12345; it must be a file of"):
+            Record(path, make_settings())
+    assert (others.read_text(), path.read_text()) == ("precious", "")
+
+
+def test_a_folder_may_be_a_link(path, tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "link").symlink_to("logs")
+    Record(tmp_path / "link" / "record.jsonl", make_settings()).close()
+    assert len(lines(tmp_path / "logs" / "record.jsonl")) == 1
+
+
+# --- how large it grows ------------------------------------------------------------------------
+
+LINE = 250
+"""More bytes than a line of `trace()` has."""
+
+
+def test_one_that_would_grow_too_large_begins_anew(path):
+    older = path.with_name("record.jsonl.1")
+    older.symlink_to(path.with_name("others"))
+    record = Record(path, make_settings(), max_bytes=4 * LINE)
+    for number in range(40):
+        record.add(trace(rank=number))
+        record.flush()
+        assert path.stat().st_size <= 4 * LINE
+    record.close()
+    assert not older.is_symlink()
+    assert not path.with_name("others").exists()
+    assert (mode(older), mode(path)) == (0o600, 0o600)
+    assert 3 * LINE < older.stat().st_size <= 4 * LINE
+    first, *before = lines(older)
+    second, *after = lines(path)
+    assert first == second
+    assert (first["event"], first["continues"], first["version"]) == ("open", True, 1)
+    ranks = [line["rank"] for line in before + after]
+    assert ranks == list(range(ranks[0], 40))
+
+
+def test_a_line_that_no_file_has_room_for_is_left_out_and_told_once(path, caplog):
+    record = Record(path, make_settings(), max_bytes=4 * LINE)
+    record.add(trace())
+    for _ in range(2):
+        record.add(trace(hashes=bytes(2 * LINE)))
+    record.add(trace())
+    record.close()
+    assert [line["event"] for line in lines(path)] == ["open", "request", "request"]
+    (said,) = caplog.messages
+    assert said.startswith(f"record_line_too_large file='{path}' bytes=")
+    assert not path.with_name("record.jsonl.1").exists()
+
+
+def test_a_record_whose_file_is_gone_goes_on_in_a_new_one(path):
+    record = Record(path, make_settings(), max_bytes=2 * LINE)
+    record.add(trace())
+    path.unlink()
+    record.add(trace())
+    record.close()
+    assert [line["event"] for line in lines(path)] == ["open", "request"]
+
+
+def test_one_that_cannot_be_renamed_ends_and_nothing_else(path, caplog):
+    (path.with_name("record.jsonl.1") / "x").mkdir(parents=True)
+    record = Record(path, make_settings(), max_bytes=2 * LINE)
+    for _ in range(3):
+        record.add(trace())
+    record.close()
+    (said,) = caplog.messages
+    assert said.startswith("record_ended")
 
 
 def test_a_file_that_cannot_be_written_is_refused_by_name(tmp_path):
@@ -130,6 +242,9 @@ def test_a_file_that_cannot_be_written_is_refused_by_name(tmp_path):
         check_file("--record", tmp_path)
     with pytest.raises(SettingsError, match=f"^--record {tmp_path}/x/y: there is no folder"):
         check_file("--record", tmp_path / "x" / "y")
+    (tmp_path / "link").symlink_to("record.jsonl")
+    with pytest.raises(SettingsError, match=r"link: is a link or a device; name a plain file$"):
+        check_file("--record", tmp_path / "link")
 
 
 # --- the schedule, and both --------------------------------------------------------------------
@@ -146,8 +261,20 @@ def test_a_schedule_has_what_was_answered_by_number(tmp_path):
     assert [(r["request_id"], r["num_hashes"]) for r in written["records"]] == [(1, 0), (2, 2)]
 
 
+@pytest.mark.usefixtures("no_umask")
+def test_a_schedule_is_its_owners_alone_and_goes_into_no_file_of_anybody_else(tmp_path):
+    path, others = tmp_path / "schedule.json", tmp_path / "others"
+    others.write_text("precious")
+    path.symlink_to(others)
+    Schedule(path).write(Coordinator(make_settings()))
+    assert not path.is_symlink()
+    assert mode(path) == 0o600
+    assert others.read_text() == "precious"
+    assert {file.name for file in tmp_path.iterdir()} == {"schedule.json", "others"}
+
+
 def test_where_nothing_is_asked_for_nothing_is_kept(tmp_path):
-    books = Books(make_settings(), None, None)
+    books = Books(make_settings(), None, RecordSettings())
     books.add(trace())
     books.flush()
     books.write_schedule(Coordinator(make_settings()))
@@ -158,7 +285,7 @@ def test_where_nothing_is_asked_for_nothing_is_kept(tmp_path):
 
 def test_both_may_be_asked_for(tmp_path, path):
     schedule = tmp_path / "schedule.json"
-    books = Books(make_settings(), str(schedule), str(path))
+    books = Books(make_settings(), str(schedule), RecordSettings(str(path)))
     assert books.kept
     books.add(trace())
     books.write_schedule(Coordinator(make_settings()))

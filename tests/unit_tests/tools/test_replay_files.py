@@ -144,6 +144,23 @@ def test_while_there_was_no_coordinator_no_session_paused(tmp_path):
     assert [turn.gap for turn in session.turns] == [None, None, 2.0]
 
 
+def test_a_record_that_grew_too_large_is_read_from_the_older_file_on(tmp_path):
+    names = blocks(block_names(np.arange(6), 1))
+    path = written(tmp_path / "log.jsonl", OPEN | {"continues": True}, ended(103.0, 1.0, names[:4]))
+    older = written(tmp_path / "log.jsonl.1", OPEN, ended(100.0, 1.0, names[:2]))
+    read = read_decisions(path)
+    (session,) = read.sessions
+    assert (read.name, [turn.gap for turn in session.turns]) == ("log", [None, 2.0])
+    written(path, OPEN, ended(103.0, 1.0, names[:4]))  # of a coordinator that was started again
+    (session,) = read_decisions(path).sessions
+    assert [turn.gap for turn in session.turns] == [None, None]
+    path.unlink()  # the coordinator ended between the two files
+    assert [len(s.turns) for s in read_decisions(path).sessions] == [1]
+    older.unlink()
+    with pytest.raises(InputError, match=r"log\.jsonl: cannot be read"):
+        read_decisions(path)
+
+
 def test_it_is_replayed_on_as_many_replicas_as_it_was_recorded_on(tmp_path):
     names = blocks(block_names(np.arange(2), 1))
 

@@ -26,6 +26,7 @@ from megatron.core.inference.coordinator.runtime.client import InferenceClient
 from megatron.core.inference.coordinator.settings import (
     CoordinatorSettings,
     FleetSettings,
+    RecordSettings,
     RoutingSettings,
     SettingsError,
 )
@@ -72,7 +73,7 @@ def settings(tool: ModuleType, *flags: str):
 def test_defaults(tool):
     made = settings(tool, PLAIN)
     assert (made.host, made.port, made.lock) == ("127.0.0.1", 5100, None)
-    assert (made.schedule_path, made.record_path) == (None, None)
+    assert (made.schedule_path, made.recording) == (None, RecordSettings())
     assert made.coordinator == CoordinatorSettings()
 
 
@@ -82,13 +83,14 @@ def test_every_flag_is_read(tool, tmp_path):
         *(PLAIN, "--host=10.1.1.1", "--port=0", "--expected-replicas=3", "--deterministic-mode"),
         *(f"--coordinator-schedule-output={tmp_path / 'decisions.json'}",),
         f"--inference-coordinator-record={tmp_path / 'record.jsonl'}",
+        "--inference-coordinator-record-max-bytes=2000000",
         *("--inference-dynamic-batching-block-size=64", f"{CACHING}-eviction-policy=lru"),
         *("--inference-dynamic-batching-max-requests=8", f"{CACHING}-cost-policy=prefill_work"),
         *(f"{CACHING}-load-beta=0.5", "--inference-coordinator-max-retries=3"),
     )
     assert (made.host, made.port) == ("10.1.1.1", 0)
     assert made.schedule_path == str(tmp_path / "decisions.json")
-    assert made.record_path == str(tmp_path / "record.jsonl")
+    assert made.recording == RecordSettings(str(tmp_path / "record.jsonl"), 2_000_000)
     assert made.coordinator == CoordinatorSettings(
         routing=RoutingSettings(cost_policy=PrefixCachingCostPolicy.PREFILL_WORK, load_beta=0.5),
         fleet=FleetSettings(max_retries=3),
@@ -112,6 +114,14 @@ def test_without_prefix_caching_there_is_no_block_size(tool):
         (
             ["--address-file=/no/such/folder/a"],
             "--address-file /no/such/folder/a: there is no folder /no/such/folder",
+        ),
+        (
+            ["--coordinator-schedule-output=/dev/null"],
+            "--coordinator-schedule-output /dev/null: is a link or a device; name a plain file",
+        ),
+        (
+            ["--inference-coordinator-record-max-bytes=0"],
+            "--inference-coordinator-record-max-bytes is 0; give a whole number 1048576 or more",
         ),
         (["--expected-replicas=-1"], "expected_ranks is -1; it must be 0 or more"),
         (
@@ -155,6 +165,20 @@ def test_how_to_join_is_told(tool, tmp_path, capsys):
     ]
     assert (tmp_path / "address").read_text() == "tcp://10.1.1.1:5100\n"
     assert [path.name for path in tmp_path.iterdir()] == ["address"]
+
+
+def test_the_address_goes_into_no_file_of_anybody_else(tool, tmp_path, monkeypatch):
+    others = tmp_path / "others"
+    others.write_text("precious")
+    for name in ("address", "address.partial"):
+        (tmp_path / name).symlink_to(others)
+    (tmp_path / "a.partial").write_text("a neighbor")
+    for name in ("address", "a.json"):
+        args = tool.make_parser().parse_args([PLAIN, f"--address-file={tmp_path / name}"])
+        tool.announce(args, CoordinatorSettings(), "tcp://127.0.0.1:5100")
+        assert not (tmp_path / name).is_symlink()
+        assert (tmp_path / name).stat().st_mode & 0o133 == 0
+    assert (others.read_text(), (tmp_path / "a.partial").read_text()) == ("precious", "a neighbor")
 
 
 def test_on_all_interfaces_one_that_others_reach_is_told(tool, monkeypatch, capsys):
@@ -218,11 +242,15 @@ def test_it_imports_nothing_of_torch_and_takes_little_memory(tmp_path):
 
 def test_what_a_user_can_mend_is_one_sentence(tmp_path):
     command = [sys.executable, TOOLS / "run_coordinator.py"]
+    open_to_all = tmp_path / "keys.json"
+    keys.Lock.kept(open_to_all)
+    open_to_all.chmod(0o644)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for flags, sentence in (
             ([PLAIN, f"--port={port}"], f"port {port} on 127.0.0.1 is in use; name another"),
             ([], f"name a file for the keys with {KEY_FILE}"),
+            ([f"{KEY_FILE}={open_to_all}"], f"key file {open_to_all}: has mode 644; run: chmod"),
         ):
             ended = subprocess.run(
                 [*command, *flags], capture_output=True, text=True, timeout=60, check=False

@@ -705,6 +705,18 @@ def test_the_url_file_appears_whole_and_only_at_the_end(life, tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == [url_file]
 
 
+def test_the_addresses_go_into_no_file_of_anybody_else(life, tmp_path):
+    url_file, others = tmp_path / "a.json", tmp_path / "others"
+    others.write_text("precious")
+    for name in ("a.json", "a.partial", "a.json.partial"):
+        (tmp_path / name).symlink_to(others)
+    life("--url-file", str(url_file)).live(press_ctrl_c)
+    assert json.loads(url_file.read_text()) == {"urls": ["http://127.0.0.1:5000"]}
+    assert not url_file.is_symlink()
+    assert url_file.stat().st_mode & 0o133 == 0
+    assert others.read_text() == "precious"
+
+
 # --- ending --------------------------------------------------------------------------------------
 
 
@@ -943,6 +955,10 @@ def test_what_a_user_can_mend_is_told_without_a_traceback(main, monkeypatch, err
     with pytest.raises(SystemExit) as stopped:
         main(error)
     assert stopped.value.code.startswith(f"[rank 3] error: {text}")
+
+
+def test_a_file_at_fault_is_named():
+    assert tool._text_of(PermissionError(1, "is not a plain file", "a")) == "a: is not a plain file"
 
 
 def test_what_nobody_expects_keeps_its_traceback(main):

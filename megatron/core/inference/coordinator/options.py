@@ -36,9 +36,9 @@ class Option:
     def range_text(self) -> str:
         """The range in words, empty when there is none."""
         if self.minimum is not None and self.maximum is not None:
-            return f"between {self.minimum:g} and {self.maximum:g}"
+            return f"between {self.minimum:.12g} and {self.maximum:.12g}"
         if self.minimum is not None:
-            return f"{self.minimum:g} or more"
+            return f"{self.minimum:.12g} or more"
         return ""
 
 

@@ -216,8 +216,17 @@ class RecordSettings(Settings):
         default="",
         metadata=about(
             "File that gets a line of JSON for every request: when it came, the hashes of its "
-            "blocks, where it went, how it ended; no prompt text. It takes 16 bytes for each block "
-            "of a prompt. tools/replay reads it, to compare policies (--workload decisions)."
+            "blocks, where it went, how it ended; no prompt text, and mode 0600. It takes 16 bytes "
+            "for each block of a prompt. tools/replay reads it, to compare policies (--workload "
+            "decisions)."
+        ),
+    )
+    record_max_bytes: int = field(
+        default=1 << 30,
+        metadata=about(
+            "Bytes of that file. Before it grows larger it is renamed to FILE.1, the older FILE.1 "
+            "is lost, and a new one begins; a line that no file has room for is left out.",
+            minimum=1 << 20,
         ),
     )
 

@@ -1,6 +1,7 @@
 """API keys: where they come from, whom they admit, and that no text shows them."""
 
 import argparse
+import os
 import pickle
 import stat
 
@@ -121,11 +122,29 @@ def test_a_source_that_came_out_empty_is_an_error_and_opens_nothing(environment,
     with pytest.raises(SettingsError, match=r"^--api-key-file .*keys holds no key; leave it out"):
         access.keys_from_args(parsed("--api-key-file", str(file)))
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(SettingsError, match="cannot be read: it is no text"):
+    with pytest.raises(SettingsError, match="cannot be read: is not ASCII text"):
         access.keys_from_args(parsed("--api-key-file", str(file)))
     environment.setenv(access.VARIABLE, "")
     with pytest.raises(SettingsError, match=r"^MEGATRON_API_KEY holds no key; leave it out"):
         access.keys_from_environment()
+
+
+def test_a_file_of_keys_is_a_plain_one_of_this_user(environment, tmp_path):
+    file = tmp_path / "keys"
+    os.mkfifo(file)  # whoever opens one to read it waits for a writer
+    with pytest.raises(SettingsError, match=r"keys cannot be read: is not a plain file$"):
+        access.keys_from_args(parsed("--api-key-file", str(file)))
+    file.unlink()
+    file.write_text("sesame\n" * 10_000)
+    with pytest.raises(SettingsError, match="keys cannot be read: has more than 64 KiB"):
+        access.keys_from_args(parsed("--api-key-file", str(file)))
+    file.write_text("sesame")
+    (tmp_path / "link").symlink_to("keys")
+    assert len(access.keys_from_args(parsed("--api-key-file", str(tmp_path / "link")))) == 1
+    if os.geteuid() == 0:
+        os.chown(file, 12345, -1)
+        with pytest.raises(SettingsError, match="keys cannot be read: belongs to user 12345; it"):
+            access.keys_from_args(parsed("--api-key-file", str(file)))
 
 
 def test_what_an_operator_is_told(environment, tmp_path):

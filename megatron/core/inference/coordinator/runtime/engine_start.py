@@ -152,8 +152,8 @@ def _process_settings(
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     lock = keys.make_lock(access_settings())
-    record = RecordSettings.from_mapping(_parsed_arguments()).record or None
-    return ProcessSettings(core, host, port or 0, schedule_path, record, lock=lock)
+    recording = RecordSettings.from_mapping(_parsed_arguments())
+    return ProcessSettings(core, host, port or 0, schedule_path, recording, lock=lock)
 
 
 _chosen_settings: RoutingSettings | None = None

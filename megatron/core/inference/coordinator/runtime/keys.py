@@ -6,8 +6,8 @@ trusted read them from a file that only its owner may read.
 """
 
 import json
+import logging
 import os
-import stat
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -17,7 +17,11 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from megatron.core.inference.coordinator.messages import Right
+from megatron.core.inference.coordinator.runtime import private_files
+from megatron.core.inference.coordinator.runtime.eventlog import render
 from megatron.core.inference.coordinator.settings import AccessSettings
+
+logger = logging.getLogger(__name__)
 
 KEY_FILE_VARIABLE = "MEGATRON_COORDINATOR_KEY_FILE"
 """Names the key file to programs that are not part of the job."""
@@ -112,25 +116,22 @@ class KeyRing:
     def write(self, path: str | Path) -> None:
         """Write a key file of mode 0600; an older one is replaced."""
         pairs = {role.value: pair.content for role, pair in self.pairs.items()}
-        _write_private(path, {"server": self.server} | pairs)
+        _write(path, {"server": self.server} | pairs)
 
     @classmethod
     def read(cls, path: str | Path) -> "KeyRing":
         """Read a key file.
 
         Raises:
-            KeyFileError: There is none, others than its owner may read it, or it is broken.
+            KeyFileError: There is none, others may have read or written it, or it is broken.
         """
-        content = _read_private(path)
+        content = _read(path)
         try:
             pairs = {role: Pair(**content[role]) for role in Role if role in content}
             ring = cls(content["server"], pairs)
-            keys = [ring.server, *(k for p in pairs.values() for k in (p.public, p.secret))]
-            broken = not all(isinstance(key, str) and len(key) == 40 for key in keys)
         except (KeyError, TypeError):
-            broken = True
-        if broken:
-            raise KeyFileError(f"key file {path} holds no keys; was it written by a coordinator?")
+            raise _holds_no_keys(path) from None
+        _check_keys(path, ring.server, *(k for p in pairs.values() for k in (p.public, p.secret)))
         return ring
 
     @classmethod
@@ -167,22 +168,39 @@ class Lock:
         """The lock that wrote a key file, else a new one, which writes it.
 
         So a coordinator that is started again takes the keys that its peers have. Its own secret
-        key lies beside the file and is for nobody else.
+        key lies beside the file and is for nobody else. New keys lock out all who have the old
+        ones, so they are made only where one of the two files is missing.
 
         Raises:
-            OSError: The files cannot be written.
+            KeyFileError: The files are there and cannot be used.
+            OSError: They cannot be written.
         """
         beside = f"{path}.coordinator"
-        try:
-            lock = cls(Pair(**_read_private(beside)), KeyRing.read(path))
-            if lock.own.public == lock.ring.server and set(lock.ring.pairs) == set(Role):
-                return lock
-        except (KeyFileError, TypeError):
-            pass  # there are none, or others may have read them
+        missing = [file for file in (str(path), beside) if not os.path.lexists(file)]
+        if not missing:
+            return cls._read(path, beside)
+        if len(missing) == 1:
+            logger.warning("%s", render("keys_renewed", {"file": str(path), "missing": missing[0]}))
         lock = cls.generate()
-        _write_private(beside, lock.own.content)
+        Path(path).unlink(missing_ok=True)  # or what is left if this ends here is no pair
+        _write(beside, lock.own.content)
         lock.ring.write(path)
         return lock
+
+    @classmethod
+    def _read(cls, path: str | Path, beside: str) -> "Lock":
+        ring = KeyRing.read(path)
+        try:
+            own = Pair(**_read(beside))
+        except TypeError:
+            raise _holds_no_keys(beside) from None
+        _check_keys(beside, own.public, own.secret)
+        if own.public != ring.server or set(ring.pairs) != set(Role):
+            raise KeyFileError(
+                f"key files {path} and {beside} are not a coordinator's two; put those back that "
+                "its peers have, or remove both and give the new ones to all peers"
+            )
+        return cls(own, ring)
 
     def apply(self, socket: zmq.Socket) -> None:
         """Let a ROUTER, not bound yet, take only peers with a key of the ring."""
@@ -223,36 +241,34 @@ class Guard:
         self._authenticator.stop()
 
 
-def _write_private(path: str | Path, content: dict[str, Any]) -> None:
+def _write(path: str | Path, content: dict[str, Any]) -> None:
     """Write a file of mode 0600; an older one is replaced."""
-    partial = Path(f"{path}.partial")
-    partial.unlink(missing_ok=True)
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "w") as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
-    partial.replace(path)
+    private_files.write(path, json.dumps(content, indent=2) + "\n")
 
 
-def _read_private(path: str | Path) -> Any:
+def _read(path: str | Path) -> Any:
     """What such a file holds.
 
     Raises:
-        KeyFileError: There is none, others than its owner may read it, or it is no JSON.
+        KeyFileError: There is none, others may have read or written it, or it is no JSON.
     """
     try:
-        with open(path) as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            content = json.load(file)
+        return json.loads(private_files.read(path))
     except OSError as error:
         raise KeyFileError(f"key file {path}: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise KeyFileError(
             f"key file {path} is not JSON; was it written by a coordinator?"
         ) from None
-    if mode & 0o077:
-        raise KeyFileError(f"key file {path} has mode {mode:o}; run: chmod 600 {path}")
-    return content
+
+
+def _check_keys(path: str | Path, *keys: Any) -> None:
+    if not all(isinstance(key, str) and len(key) == 40 and key.isascii() for key in keys):
+        raise _holds_no_keys(path)
+
+
+def _holds_no_keys(path: str | Path) -> KeyFileError:
+    return KeyFileError(f"key file {path} holds no keys; was it written by a coordinator?")
 
 
 def make_lock(settings: AccessSettings) -> Lock | None:
@@ -261,7 +277,8 @@ def make_lock(settings: AccessSettings) -> Lock | None:
     They are those of the key file, if the settings or the environment name one (`Lock.kept`).
 
     Raises:
-        OSError: The file cannot be written.
+        KeyFileError: There is a key file, and it cannot be used.
+        OSError: It cannot be written.
     """
     if settings.plain:
         return None

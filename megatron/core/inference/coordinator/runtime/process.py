@@ -24,7 +24,7 @@ from megatron.core.inference.coordinator.runtime.fork_server import sigint_held,
 from megatron.core.inference.coordinator.runtime.keys import Guard, Lock
 from megatron.core.inference.coordinator.runtime.loop import CoordinatorLoop
 from megatron.core.inference.coordinator.runtime.records import Books
-from megatron.core.inference.coordinator.settings import CoordinatorSettings
+from megatron.core.inference.coordinator.settings import CoordinatorSettings, RecordSettings
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class ProcessSettings:
         host: Address to bind, a name or a number.
         port: Port to bind; 0 lets the system choose.
         schedule_path: Where to write every decision at the end, or None.
-        record_path: Where to write every request as it ends, or None.
+        recording: Whether and where to write every request as it ends.
         log_level: Level of its log, which goes to standard error.
         lock: The keys of its peers; None lets everybody talk to it, in plain.
     """
@@ -56,7 +56,7 @@ class ProcessSettings:
     host: str = "127.0.0.1"
     port: int = 0
     schedule_path: str | None = None
-    record_path: str | None = None
+    recording: RecordSettings = field(default_factory=RecordSettings)
     log_level: int = logging.INFO
     lock: Lock | None = None
 
@@ -134,7 +134,7 @@ def serve(
     context = zmq.Context()
     router = sockets.router(context, settings.coordinator.fleet.max_frame_bytes)
     guard = None
-    books = Books(settings.coordinator, settings.schedule_path, settings.record_path)
+    books = Books(settings.coordinator, settings.schedule_path, settings.recording)
     if settings.lock is not None:
         guard = settings.lock.guard(context)
         settings.lock.apply(router)
@@ -198,7 +198,8 @@ def _report(loop: CoordinatorLoop) -> None:
 def _start(settings: ProcessSettings, address: str, connections: int) -> dict[str, Any]:
     """What the log says of the start."""
     said = {"address": address} | _policy(settings) | {"descriptors": connections}
-    return said | {"record": settings.record_path} if settings.record_path else said
+    path = settings.recording.record
+    return said | {"record": path} if path else said
 
 
 def _policy(settings: ProcessSettings) -> dict[str, Any]:

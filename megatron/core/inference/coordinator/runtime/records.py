@@ -3,11 +3,12 @@
 import json
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgpack
 
@@ -15,8 +16,13 @@ from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.core import Coordinator
 from megatron.core.inference.coordinator.hashing import HASH_BYTES
 from megatron.core.inference.coordinator.ledger import REQUEST_IDS
+from megatron.core.inference.coordinator.runtime import private_files
 from megatron.core.inference.coordinator.runtime.eventlog import render
-from megatron.core.inference.coordinator.settings import CoordinatorSettings, SettingsError
+from megatron.core.inference.coordinator.settings import (
+    CoordinatorSettings,
+    RecordSettings,
+    SettingsError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +38,7 @@ class Schedule:
     `in_window`, and `accuracy` has each rank's figures (`accuracy.Accuracy`).
 
     Args:
-        path: The file; it is written by `write` and not before.
+        path: The file, mode 0600; it is written by `write` and not before.
     """
 
     def __init__(self, path: str | Path):
@@ -75,7 +81,7 @@ class Schedule:
             "weight_epoch": fleet.weight_epoch,
             "records": sorted(map(counted, self._records), key=lambda each: each["request_id"]),
         }
-        self._path.write_text(json.dumps(schedule, indent=2))
+        private_files.write(self._path, json.dumps(schedule, indent=2))
 
 
 class Record:
@@ -105,39 +111,42 @@ class Record:
     coordinator ended, are not in it. When the file cannot be written any more, e.g. because the
     disk is full, the log says so and the coordinator goes on.
 
+    Nobody but its owner may read the file. Before a line would make it too large, it is renamed to
+    `FILE.1`, the older `FILE.1` is lost, and a new one begins with an `open` line of the same
+    coordinator, in which `"continues"` is true. A line that no file has room for is left out.
+
     Args:
         path: The file; lines are added to it.
         settings: What the coordinator is started with.
+        max_bytes: The file's largest size.
         clock: The coordinator's clock, seconds.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: The file cannot be written, or is not a plain file of this user.
     """
 
     def __init__(
         self,
         path: str | Path,
         settings: CoordinatorSettings,
+        max_bytes: int = RecordSettings().record_max_bytes,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._file = open(path, "a+b")  # noqa: SIM115
-        self._failed = False
+        self._path = path
+        self._settings = settings
+        self._max_bytes = max_bytes
+        self._room = max_bytes - len(self._opening(continues=True))
+        self._failed = self._left_out = False
         self._clock = clock
         self._epoch = time.time() - clock()
-        self._end_line()
-        self._write(
-            event="open",
-            version=RECORD_VERSION,
-            block_size=settings.block_size_tokens,
-            ranks=settings.expected_ranks,
-            policy=settings.signal.value,
-            cost_policy=settings.routing.cost_policy.value,
-        )
+        self._file = private_files.append(path)
+        self._size = _end_line(self._file)
+        self._write(self._opening())
         self.flush()
 
     def add(self, trace: m.Trace) -> None:
         """A request is over."""
-        self._write(
+        line = _line(
             event="request",
             time=round(self._epoch + trace.came, 6),
             seconds=round(self._clock() - trace.came, 6),
@@ -149,6 +158,10 @@ class Record:
             cached_tokens=trace.cached_tokens,
             output_tokens=_output_tokens(trace.reply),
         )
+        if len(line) <= self._room:
+            self._write(line)
+        else:
+            self._leave_out(line)
 
     def flush(self) -> None:
         """Let others see what is written."""
@@ -158,16 +171,36 @@ class Record:
         """Write no more."""
         self._attempt(self._file.close)
 
-    def _write(self, **values: Any) -> None:
-        line = json.dumps(values, separators=(",", ":")).encode() + b"\n"
-        self._attempt(lambda: self._file.write(line))
+    def _opening(self, **values: bool) -> bytes:
+        settings = self._settings
+        return _line(
+            event="open",
+            version=RECORD_VERSION,
+            block_size=settings.block_size_tokens,
+            ranks=settings.expected_ranks,
+            policy=settings.signal.value,
+            cost_policy=settings.routing.cost_policy.value,
+            **values,
+        )
 
-    def _end_line(self) -> None:
-        """An earlier coordinator may have been killed in the middle of one."""
-        if self._file.seek(0, os.SEEK_END):
-            self._file.seek(-1, os.SEEK_END)
-            if self._file.read(1) != b"\n":
-                self._file.write(b"\n")
+    def _write(self, line: bytes) -> None:
+        if self._size and self._size + len(line) > self._max_bytes:
+            self._attempt(self._rotate)
+        self._attempt(lambda: self._file.write(line))
+        self._size += len(line)
+
+    def _rotate(self) -> None:
+        self._file.close()
+        with suppress(FileNotFoundError):  # somebody took it away
+            os.replace(self._path, f"{self._path}.1")
+        self._file = private_files.append(self._path)
+        self._size = self._file.write(self._opening(continues=True))
+
+    def _leave_out(self, line: bytes) -> None:
+        if not self._left_out:
+            fields = {"file": str(self._path), "bytes": len(line), "max_bytes": self._max_bytes}
+            logger.warning("%s", render("record_line_too_large", fields))
+        self._left_out = True
 
     def _attempt(self, action: Callable[[], Any]) -> None:
         """Requests matter more than their record."""
@@ -179,8 +212,20 @@ class Record:
             self._failed = True
             with suppress(OSError):
                 self._file.close()
-            fields = {"file": self._file.name, "error": error.strerror}
+            fields = {"file": str(self._path), "error": error.strerror}
             logger.warning("%s", render("record_ended", fields))
+
+
+def _line(**values: Any) -> bytes:
+    return json.dumps(values, separators=(",", ":")).encode() + b"\n"
+
+
+def _end_line(file: BinaryIO) -> int:
+    """The size of a file, once its last line has an end: its writer may have been killed."""
+    size = os.fstat(file.fileno()).st_size
+    if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+        size += file.write(b"\n")
+    return size
 
 
 def _output_tokens(reply: m.Body | None) -> int:
@@ -203,7 +248,7 @@ def check_file(flag: str, path: str | Path | None) -> None:
     """Refuse a file that is to be written and cannot be.
 
     Raises:
-        SettingsError: Its folder is missing, or it is a folder itself.
+        SettingsError: Its folder is missing, or something else than a plain file is in its place.
     """
     if not path:
         return
@@ -211,6 +256,8 @@ def check_file(flag: str, path: str | Path | None) -> None:
         raise SettingsError(f"{flag} {path}: there is no folder {Path(path).parent}")
     if Path(path).is_dir():
         raise SettingsError(f"{flag} {path}: is a folder; name a file")
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        raise SettingsError(f"{flag} {path}: is a link or a device; name a plain file")
 
 
 class Books:
@@ -219,17 +266,18 @@ class Books:
     Args:
         settings: What it is started with.
         schedule_path: Of the schedule; None for none.
-        record_path: Of the record; None for none.
+        recording: Of the record.
 
     Raises:
         OSError: The record cannot be written.
     """
 
     def __init__(
-        self, settings: CoordinatorSettings, schedule_path: str | None, record_path: str | None
+        self, settings: CoordinatorSettings, schedule_path: str | None, recording: RecordSettings
     ):
         self._schedule = Schedule(schedule_path) if schedule_path else None
-        self._record = Record(record_path, settings) if record_path else None
+        path, max_bytes = recording.record, recording.record_max_bytes
+        self._record = Record(path, settings, max_bytes) if path else None
 
     @property
     def kept(self) -> bool:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from megatron.core.inference.coordinator.runtime import fork_server, http
+from megatron.core.inference.coordinator.runtime import fork_server, http, private_files
 from megatron.core.inference.coordinator.runtime.addresses import job_address
 from megatron.core.inference.coordinator.runtime.http import access
 from megatron.core.inference.coordinator.runtime.http.limits import HttpSettings
@@ -223,9 +223,8 @@ class Server:
         if urls:
             self._show_a_request(urls[0])
         if setup.args.url_file is not None:
-            partial = setup.args.url_file.with_suffix(".partial")
-            partial.write_text(json.dumps({"urls": urls}) + "\n")
-            partial.replace(setup.args.url_file)
+            content = json.dumps({"urls": urls}) + "\n"
+            private_files.write(setup.args.url_file, content, private_files.PUBLIC)
 
     def _show_a_request(self, url: str) -> None:
         setup = self._setup

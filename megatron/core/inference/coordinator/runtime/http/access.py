@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron.core.inference.coordinator.arguments import add_settings
 from megatron.core.inference.coordinator.hashing import mask_of
 from megatron.core.inference.coordinator.options import SettingsError
+from megatron.core.inference.coordinator.runtime import private_files
 from megatron.core.inference.coordinator.runtime.http.limits import HttpSettings
 
 VARIABLE = "MEGATRON_API_KEY"
@@ -208,10 +209,9 @@ def is_loopback(host: str) -> bool:
 
 def _keys_in(path: Path) -> ApiKeys:
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
-        raise SettingsError(f"{FILE_FLAG} {path} cannot be read: {reason}") from None
+        text = private_files.read(path, private=False)
+    except OSError as error:
+        raise SettingsError(f"{FILE_FLAG} {path} cannot be read: {error.strerror}") from None
     return ApiKeys.parse(text, f"{FILE_FLAG} {path}")
 
 
