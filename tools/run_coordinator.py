@@ -41,6 +41,7 @@ from megatron.core.inference.coordinator.runtime import (  # noqa: E402
     private_files,
     process,
 )
+from megatron.core.inference.coordinator.runtime.eventlog import log_to_stderr  # noqa: E402
 from megatron.core.inference.coordinator.runtime.records import check_file  # noqa: E402
 from megatron.core.inference.coordinator.settings import (  # noqa: E402
     AccessSettings,
@@ -214,9 +215,7 @@ def _say(text: str) -> None:
 def main(argv: list[str]) -> None:
     """Coordinate until told to stop."""
     args = make_parser().parse_args(argv)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s coordinator %(levelname)s %(message)s"
-    )
+    log_to_stderr(process.LOG_FORMAT, logging.INFO)
     try:
         settings = settings_of(args)
         if args.address_file is not None:

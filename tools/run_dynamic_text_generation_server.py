@@ -24,6 +24,7 @@ from typing import Any
 
 _QUIET_LOGGERS = ("torch.utils.cpp_extension", "megatron")
 _OUR_LOGGER = "megatron.core.inference.coordinator"
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 _KEY_FLAG, _KEY_VARIABLE = "--api-key", "MEGATRON_API_KEY"  # as in runtime/http/access.py
 
@@ -137,7 +138,7 @@ def _quiet() -> None:
     # For the processes that this one starts.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     os.environ.setdefault("TORCH_LOGS", "-all")
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.WARNING, format=_LOG_FORMAT)
     for name in _QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger(_OUR_LOGGER).setLevel(logging.WARNING)
@@ -163,8 +164,10 @@ def _build(argv: list[str], rank: int) -> Any:
     from megatron.core.inference.coordinator.arguments import routing_settings_from_args
     from megatron.core.inference.coordinator.runtime import fork_server
     from megatron.core.inference.coordinator.runtime import model as models
+    from megatron.core.inference.coordinator.runtime.eventlog import log_to_stderr
     from megatron.core.inference.coordinator.runtime.serving import Setup
 
+    log_to_stderr(_LOG_FORMAT, logging.WARNING)  # as `_quiet` did, which imports nothing
     built_in = not any(arg.split("=")[0] in ("--load", "--num-layers") for arg in argv)
     defaults = {
         "inference_dynamic_batching_enable_prefix_caching": True,

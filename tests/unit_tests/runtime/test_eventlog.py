@@ -36,6 +36,11 @@ def test_an_event_is_its_name_and_its_fields():
     assert render("stopped", {}) == "stopped"
 
 
+def test_what_a_field_holds_cannot_break_its_line():
+    line = render("message_refused", {"reason": "x' rank=3\nstopped \x1b[2J\u2028\u202e"})
+    assert line == r'''message_refused reason="x' rank=3\nstopped \x1b[2J\u2028\u202e"'''
+
+
 def test_information_and_warnings_have_their_level(events, lines):
     events.write(Log("ranks_registered", {"registered": 1, "expected": 2}))
     events.write(Log("rank_lost", {"rank": 0}, warning=True))

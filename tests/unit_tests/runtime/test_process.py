@@ -6,6 +6,7 @@ All processes come from the fork server of this process, whose imports take seco
 import asyncio
 import gc
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -76,6 +77,18 @@ def orphan_to_be() -> Iterator[tuple[psutil.Process, psutil.Process]]:
 def _report_collector(pipe: Connection) -> None:
     """A coordinator that ends at once, having said how its garbage collector is set up."""
     CoordinatorLoop.run = lambda self: pipe.send((gc.get_threshold(), gc.get_freeze_count()))
+    run(ProcessSettings(), None, None)
+
+
+def _log_what_a_client_made_up(file: str) -> None:
+    """A coordinator whose standard error is a file, and in which something goes wrong."""
+
+    def fail(loop: CoordinatorLoop) -> None:
+        logging.getLogger("x").error("bad\n%s", "\x1b[31mred")
+        raise ValueError("\n2030-01-01 coordinator INFO stopped")
+
+    os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), 2)
+    CoordinatorLoop.run = fail
     run(ProcessSettings(), None, None)
 
 
@@ -395,6 +408,20 @@ def test_a_record_that_cannot_be_written_is_an_error_at_the_start(tmp_path):
     nowhere = str(tmp_path / "no_such_folder" / "record.jsonl")
     with pytest.raises(CoordinatorDied, match=f"FileNotFoundError: .*{nowhere}"):
         CoordinatorProcess(ProcessSettings(recording=RecordSettings(nowhere)))
+
+
+def test_no_text_in_its_log_looks_like_a_line_of_its_own(orphan_to_be, tmp_path):
+    file = tmp_path / "stderr"
+    process = warm_up().Process(target=_log_what_a_client_made_up, args=(str(file),))
+    process.start()
+    process.join(50)
+    assert process.exitcode == 1
+    listening, bad, failed, *trace = file.read_text().splitlines()
+    assert " coordinator INFO listening " in listening
+    assert bad.endswith(r" coordinator ERROR bad\n\x1b[31mred")
+    assert failed.endswith(" coordinator CRITICAL coordinator_failed")
+    assert all(line.startswith("  ") for line in trace)
+    assert trace[-1] == "  2030-01-01 coordinator INFO stopped"
 
 
 def test_it_ends_with_its_parent(orphan_to_be):

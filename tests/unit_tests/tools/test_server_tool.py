@@ -6,7 +6,9 @@ The flags go through Megatron's real parser. Real servers are in tests/end_to_en
 import argparse
 import asyncio
 import importlib.util
+import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -955,6 +957,17 @@ def test_what_a_user_can_mend_is_told_without_a_traceback(main, monkeypatch, err
     with pytest.raises(SystemExit) as stopped:
         main(error)
     assert stopped.value.code.startswith(f"[rank 3] error: {text}")
+
+
+def test_no_text_in_a_rank_s_log_looks_like_a_line_of_its_own(monkeypatch):
+    said = io.StringIO()
+    root = logging.Logger("root")
+    root.addHandler(logging.StreamHandler(said))
+    monkeypatch.setattr(logging, "getLogger", lambda name=None: root)
+    with pytest.raises(FileNotFoundError):
+        tool._build(["--load=/no/such/checkpoint"], rank=0)
+    root.warning("model %s failed", "x\n2030-01-01 INFO\x1b[2K")
+    assert said.getvalue().endswith(" WARNING model x\\n2030-01-01 INFO\\x1b[2K failed\n")
 
 
 def test_a_file_at_fault_is_named():

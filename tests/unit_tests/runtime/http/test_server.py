@@ -6,8 +6,10 @@ Every process that imports megatron-core costs seconds, so one fork server serve
 import asyncio
 import contextlib
 import json
+import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -18,6 +20,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgpack
 import psutil
@@ -86,6 +89,23 @@ class Client:
         elif prompt != [*b"wait"]:
             future.set_result(dict(REPLY))
         return future
+
+
+def log_what_a_client_made_up(file):
+    """A front end whose standard error is a file, and in which something goes wrong."""
+    from megatron.core.inference.coordinator.runtime.http import replica
+
+    async def fail(settings, index, report):
+        report.close()
+        logging.getLogger("megatron.core.x").error("path=%s", "/\nERROR:root:forged \x1b[31m")
+        raise ValueError("\nERROR:root:forged")
+
+    os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), 2)
+    replica._serve = fail
+    settings = pickle.dumps(SimpleNamespace(verbose=False))
+    ours, theirs = multiprocessing.Pipe()
+    with ours:
+        replica.run_replica(settings, 0, theirs)
 
 
 @pytest.fixture(scope="module")
@@ -541,6 +561,21 @@ def test_an_address_of_another_machine_is_refused(start):
 
 
 # --- starting and stopping ---------------------------------------------------------------------
+
+
+def test_no_text_in_the_log_looks_like_a_line_of_its_own(server, tmp_path):
+    from megatron.core.inference.coordinator.runtime import fork_server
+
+    file = tmp_path / "stderr"
+    process = fork_server.warm_up().Process(target=log_what_a_client_made_up, args=(str(file),))
+    process.start()
+    process.join(50)
+    assert process.exitcode == 1
+    bad, failed, *trace = file.read_text().splitlines()
+    assert bad == r"ERROR:megatron.core.x:path=/\nERROR:root:forged \x1b[31m"
+    assert failed.endswith("replica:http_frontend_failed replica=0")
+    assert all(line.startswith("  ") for line in trace)
+    assert trace[-1] == "  ERROR:root:forged"
 
 
 def test_a_second_start_warns_and_changes_nothing(start, caplog):

@@ -23,6 +23,35 @@ def render(event: str, fields: dict[str, Any]) -> str:
     return " ".join([event, *(f"{key}={value!r}" for key, value in fields.items())])
 
 
+def log_to_stderr(form: str, level: int) -> None:
+    """Set up this process's log: no text in it can look like a line or a color of its own.
+
+    Args:
+        form: What a line is, as `logging` formats it.
+        level: The lowest level that is said.
+    """
+    logging.basicConfig(level=level)
+    for handler in logging.getLogger().handlers:  # an import may have set one up
+        handler.setFormatter(_Formatter(form))
+
+
+class _Formatter(logging.Formatter):
+    """Escapes what does not print. Only tracebacks have several lines; they are indented."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return _escaped(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        lines = super().formatException(ei).split("\n")
+        return "\n".join(f"  {_escaped(line)}" for line in lines)
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 @dataclass(slots=True)
 class _Allowance:
     """How many events of one name may be said at present."""

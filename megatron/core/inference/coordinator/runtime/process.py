@@ -8,7 +8,6 @@ import secrets
 import signal
 import socket
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -19,7 +18,7 @@ import zmq
 from megatron.core.inference.coordinator.core import Coordinator
 from megatron.core.inference.coordinator.ledger import REQUEST_IDS
 from megatron.core.inference.coordinator.runtime import garbage, sockets
-from megatron.core.inference.coordinator.runtime.eventlog import render
+from megatron.core.inference.coordinator.runtime.eventlog import log_to_stderr, render
 from megatron.core.inference.coordinator.runtime.fork_server import sigint_held, warm_up
 from megatron.core.inference.coordinator.runtime.keys import Guard, Lock
 from megatron.core.inference.coordinator.runtime.loop import CoordinatorLoop
@@ -27,6 +26,8 @@ from megatron.core.inference.coordinator.runtime.records import Books
 from megatron.core.inference.coordinator.settings import CoordinatorSettings, RecordSettings
 
 logger = logging.getLogger(__name__)
+
+LOG_FORMAT = "%(asctime)s coordinator %(levelname)s %(message)s"
 
 _START_SECONDS = 120.0
 """A process that imports megatron.core on a busy machine may need a minute."""
@@ -95,16 +96,14 @@ def run(settings: ProcessSettings, tokenizer: Any, pipe: Connection | None) -> N
     faulthandler.enable()
     # Ctrl-C reaches the whole terminal group; the parent ends us in its own order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(
-        level=settings.log_level, format="%(asctime)s coordinator %(levelname)s %(message)s"
-    )
+    log_to_stderr(LOG_FORMAT, settings.log_level)
     try:
         serve(settings, tokenizer, lambda address: _tell(pipe, address))
     except BaseException as error:
         if pipe is not None:
             pipe.send((_DIED, f"{type(error).__name__}: {error}"))
         if not isinstance(error, OSError):
-            traceback.print_exc()
+            logger.critical("coordinator_failed", exc_info=error)
         raise SystemExit(1) from None
 
 

@@ -211,7 +211,7 @@ async def _answer_http_error(error: HTTPException) -> Response:
 
 
 async def _answer_fault(error: Exception) -> Response:
-    logger.error("http_request_failed path=%s", request.path, exc_info=error)
+    logger.error("http_request_failed path=%r", request.path, exc_info=error)
     return _error(errors.internal())
 
 

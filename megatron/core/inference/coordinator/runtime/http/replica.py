@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import uvicorn
 
+from megatron.core.inference.coordinator.runtime.eventlog import log_to_stderr
 from megatron.core.inference.coordinator.runtime.http.access import ApiKeys
 from megatron.core.inference.coordinator.runtime.http.app import bounds_of, build_app
 from megatron.core.inference.coordinator.runtime.http.gate import Gate
@@ -123,7 +124,7 @@ def run_replica(pickled_settings: bytes, index: int, report: Connection) -> None
     try:
         report.send(Report("doing", "loading the tokenizer"))
         settings: ReplicaSettings = pickle.loads(pickled_settings)
-        logging.basicConfig(level=logging.INFO if settings.verbose else logging.WARNING)
+        log_to_stderr(logging.BASIC_FORMAT, logging.INFO if settings.verbose else logging.WARNING)
         for handler in logging.getLogger().handlers:
             handler.addFilter(Throttle())
         desk = Desk(settings.planner, start_beside(settings.planner))
