@@ -44,7 +44,7 @@ class CoordinatorLog:
             whole, newline, _ = file.read().rpartition("\n")
         self._offset += len((whole + newline).encode())
         for line in whole.splitlines():
-            self.exceptions += line.startswith("Traceback")
+            self.exceptions += line.lstrip().startswith("Traceback")
             found = _EVENT.search(line)
             if found is not None:
                 fields = {k: ast.literal_eval(v) for k, v in _FIELD.findall(found[2])}

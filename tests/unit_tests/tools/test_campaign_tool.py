@@ -153,9 +153,10 @@ def test_the_coordinators_log_is_read_while_it_grows(tmp_path):
         file.write("ank=0 cause='its connection broke' requests=7\nTraceback (most recent …):\n")
     assert log.live() == 2
     with path.open("a") as file:
+        file.write("  Traceback (most recent …):\n")  # in the log, where its lines are indented
         file.write(f"{at} INFO stopped rank_lost=1 reply_dropped=2\n")
     assert log.totals() == {"rank_lost": 1, "reply_dropped": 2}
-    assert (log.taken_back, log.exceptions) == (7, 1)
+    assert (log.taken_back, log.exceptions) == (7, 2)
 
 
 def test_a_stand_in_answers_what_it_was_asked_in_its_time_and_not_in_a_pause():
