@@ -15,11 +15,12 @@ import options
 import torch
 from agents import Rollout
 from driver import Driver
-from replica import Replica, gathered
+from replica import Replica
 from trainer import Trainer
 
 from megatron.core.inference.coordinator import patch
 from megatron.core.inference.coordinator.runtime import fork_server
+from megatron.core.inference.coordinator.runtime.gathering import gathered
 
 
 def main(argv: Sequence[str]) -> None:
@@ -51,7 +52,7 @@ async def run(args: argparse.Namespace, replica: Replica, schedule: Path) -> dic
         rollouts = await driver.play(number) if driver else []
         await replica.paused()
         loss = await replica.update(number, lambda mine=rollouts: trainer.step(_from_first(mine)))
-        served = gathered(replica.served())
+        served = await asyncio.to_thread(gathered, replica.served())
         if driver:
             driver.updated(loss, served)
     answers = await driver.ask_again() if driver else {}

@@ -14,6 +14,7 @@ from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.core.inference.coordinator.runtime import model as models
+from megatron.core.inference.coordinator.runtime.gathering import gathered
 
 Result = TypeVar("Result")
 
@@ -58,7 +59,8 @@ class Replica:
         address = await self._engine.start_listening_to_data_parallel_coordinator(
             hostname=_HOST, coordinator_schedule_output_path=str(schedule)
         )
-        await asyncio.to_thread(torch.distributed.barrier)  # no client before the last engine
+        # No client before the last engine. The engine runs by now: no collective may hold it up.
+        await asyncio.to_thread(gathered, None)
         url = await asyncio.to_thread(_start_front_end, address, self._tokenizer, self.rank)
         self.urls = await asyncio.to_thread(gathered, url)
         if self.rank == 0:
@@ -157,10 +159,3 @@ def _start_front_end(address: str, tokenizer: Any, rank: int) -> str:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
-
-
-def gathered(value: Any) -> list[Any]:
-    """Every rank's value, in the order of ranks."""
-    values: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core.inference.config import AsyncScheduleMode, PrefixCachingEvictionPolicy
+from megatron.core.inference.config import InferenceConfig, PrefixCachingEvictionPolicy
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine, EngineState
 from megatron.core.inference.inference_request import (
     DynamicInferenceRequest,
@@ -54,7 +54,9 @@ class DummyContext:
         self.max_requests = 8
         self.prefix_caching_eviction_policy = LRU
         self.kv_block_allocator = DummyAllocator()
-        self.config = SimpleNamespace(async_sched_mode=AsyncScheduleMode.LEGACY)
+        self.prefix_caching_coordinator_policy = InferenceConfig.prefix_caching_coordinator_policy
+        self.prefix_caching_routing_alpha = InferenceConfig.prefix_caching_routing_alpha
+        self.config = InferenceConfig()
         self.step_count = 0
         self.prefix_cache_prefill_skipped_tokens = 0
         self.skips: deque[int] = deque()
@@ -87,7 +89,12 @@ class DummyEngine:
     def __init__(self, groups: Any = None, context: DummyContext | None = None):
         self.pg_collection = groups
         self.context = context or DummyContext()
-        self.controller = SimpleNamespace(tokenizer=ByteTokenizer(), vocab_size=260)
+        self.controller = SimpleNamespace(
+            tokenizer=ByteTokenizer(),
+            vocab_size=260,
+            sampling_rng=torch.Generator(),
+            model_config=SimpleNamespace(inference_sampling_seed=1),
+        )
         self.materialize_only_last_token_logits = True
         self.enable_chunked_prefill = False
         self.rank = 1  # the released engine's first rank warns of what fails

@@ -355,18 +355,77 @@ def test_a_coordinator_that_dies_is_noticed_within_2_seconds(patched, cpu_engine
     assert "died: killed by SIGKILL" in caplog.text
 
 
-def test_a_coordinator_port_in_use_is_an_error_and_no_silent_other_port(patched, cpu_engine):
+def test_a_coordinator_port_in_use_is_an_error_where_the_command_line_named_it(
+    patched, cpu_engine, monkeypatch
+):
+    """Code that names one, e.g. megatron.rl, would else run once on a machine."""
     import socket
 
+    from megatron.core.inference.coordinator.runtime import engine_start
     from megatron.core.inference.coordinator.runtime.process import CoordinatorDied
 
-    async def run(port: int) -> None:
-        await cpu_engine().start_listening_to_data_parallel_coordinator(port, hostname="127.0.0.1")
+    async def run(port: int) -> str:
+        async with coordinated(cpu_engine(), inference_coordinator_port=port) as address:
+            return address
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
+        assert int(asyncio.run(run(port)).rsplit(":", 1)[1]) not in (0, port)
+        parsed = {"inference_coordinator_port": port}
+        monkeypatch.setattr(engine_start, "_parsed_arguments", lambda: parsed)
         with pytest.raises(CoordinatorDied, match=f"port {port} on 127.0.0.1 is in use"):
             asyncio.run(run(port))
+
+
+SAMPLED = {"top_k": 0, "temperature": 1.0, "num_tokens_to_generate": 12}
+
+
+def test_jobs_and_restarts_draw_samples_of_their_own(patched, cpu_engine):
+    from megatron.core.inference.coordinator.runtime.client import InferenceClient
+
+    async def draw(engine) -> list[list[int]]:
+        async with coordinated(engine) as address, connected(InferenceClient(address)) as client:
+            one_by_one = [await answer_of(client, PROMPT, **SAMPLED) for _ in range(2)]
+        return [answer["generated_tokens"] for answer in one_by_one]
+
+    async def draw_8_over_two_jobs() -> list[list[int]]:
+        async with coordinated(cpu_engine()) as address:
+            second = cpu_engine()
+            await second.start_listening_to_data_parallel_coordinator(coordinator_address=address)
+            async with connected(InferenceClient(address)) as client:
+                answers = [answer_of(client, PROMPT, **SAMPLED) for _ in range(8)]
+                drawn = [each["generated_tokens"] for each in await asyncio.gather(*answers)]
+            counts = second.finished_request_count
+            second.engine_loop_task.cancel()
+            await asyncio.wait({second.engine_loop_task})
+            assert 0 < counts < 8
+            return drawn
+
+    def distinct(samples: list[list[int]]) -> int:
+        return len(set(map(tuple, samples)))
+
+    assert distinct(asyncio.run(draw_8_over_two_jobs())) == 8
+    drawn = [sample for _ in range(2) for sample in asyncio.run(draw(cpu_engine()))]
+    assert distinct(drawn) == 4
+
+
+def test_samples_are_drawn_again_where_that_was_asked_for(patched, cpu_engine):
+    import torch
+
+    from megatron.core.inference.coordinator.runtime.client import InferenceClient
+
+    async def draw() -> list[int]:
+        async with (
+            coordinated(cpu_engine()) as address,
+            connected(InferenceClient(address)) as client,
+        ):
+            return (await answer_of(client, PROMPT, **SAMPLED))["generated_tokens"]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert asyncio.run(draw()) == asyncio.run(draw())
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_megatron_async_llm_runs_on_it_unchanged(patched, built_in_model, built_in_args):

@@ -25,12 +25,14 @@ from dummy_engine import (
     released_reset,
 )
 from live_coordinator import Running
+from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
 from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.lifecycle import FleetState
 from megatron.core.inference.coordinator.runtime import (
+    addresses,
     engine_endings,
     engine_start,
     engine_step,
@@ -354,11 +356,138 @@ def test_a_coordinator_that_cannot_start_ends_the_start(monkeypatch):
         raise AssertionError("it started")
 
 
-@pytest.mark.parametrize("hostname", [None, "127.0.0.1"])
-def test_without_a_host_name_it_is_the_address_within_the_job(hostname, processes, monkeypatch):
-    monkeypatch.setattr(engine_start, "job_address", lambda: "127.0.0.7")
-    with started([DummyEngine(*make_groups())], hostname=hostname):
-        assert processes[0].settings.host == (hostname or "127.0.0.7")
+@pytest.mark.parametrize(
+    ("hostname", "elsewhere", "binds", "own"),
+    [
+        (None, False, "127.0.0.1", "127.0.0.1"),
+        (None, True, "10.1.1.7", "10.1.1.7"),
+        ("127.0.0.3", True, "127.0.0.3", "127.0.0.3"),
+        # Given once for all machines: it is the coordinator's, and here it leads there.
+        ("192.0.2.1", True, "192.0.2.1", "10.1.1.7"),
+    ],
+)
+def test_ranks_on_one_machine_alone_meet_on_loopback(
+    hostname, elsewhere, binds, own, processes, monkeypatch
+):
+    """Ray's workers are not told how many of them are on a machine."""
+    everybody = SimpleNamespace(ranks=[0, 1], rank=0)
+    monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=everybody))
+    monkeypatch.setattr(
+        torch.distributed,
+        "all_gather_object",
+        lambda found, value, group: found.__setitem__(
+            slice(None), [value, "another machine" if elsewhere else value]
+        ),
+    )
+    leaders = []
+
+    class Leader:
+        invitation = None
+
+        def __init__(self, members: int, host: str | None):
+            leaders.append(host)
+
+        def wait_for_members(self) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(engine_start, "GroupLeader", Leader)
+    monkeypatch.setattr(engine_start, "_from_first", lambda value, group: value)
+    monkeypatch.setattr(addresses, "_address_towards", lambda host: "10.1.1.7")
+    monkeypatch.setattr(addresses, "other_addresses", lambda: ["10.1.1.7"])
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "10.1.1.1"}.items():
+        monkeypatch.setenv(name, value)
+    engine = DummyEngine(*make_groups())
+    with started([engine], hostname=hostname):
+        assert processes[0].settings.host == binds
+        assert engine.end.host == own
+        assert leaders == [own if elsewhere else None]
+
+
+@pytest.mark.parametrize(("asked_for", "insists"), [(None, False), (41521, True), (41522, False)])
+def test_a_port_of_the_command_line_is_insisted_on(asked_for, insists, processes, monkeypatch):
+    parsed = {"inference_coordinator_port": asked_for}
+    monkeypatch.setattr(engine_start, "_parsed_arguments", lambda: parsed)
+    with started([DummyEngine(*make_groups())], inference_coordinator_port=41521):
+        settings = processes[0].settings
+    assert (settings.port, settings.insists_on_port) == (41521, insists)
+
+
+# --- what the engine's own configuration says ---------------------------------------------------
+
+
+def of_config(policy: str = "load_balanced", alpha: float = 0.5) -> RoutingSettings:
+    context = DummyContext()
+    context.prefix_caching_coordinator_policy = PrefixCachingCoordinatorPolicy(policy)
+    context.prefix_caching_routing_alpha = alpha
+    return engine_start._routing_of(context)
+
+
+def test_an_untouched_config_leaves_the_default(monkeypatch):
+    assert of_config() == RoutingSettings()
+
+
+@pytest.mark.parametrize("policy", ["first_prefix_block", "longest_prefix"])
+def test_a_policy_of_the_config_counts(policy):
+    assert of_config(policy) == RoutingSettings(coordinator_policy=policy)
+
+
+def test_an_alpha_that_nobody_reads_is_told(caplog, monkeypatch):
+    assert of_config(alpha=0.9) == RoutingSettings(routing_alpha=0.9)
+    assert "routing-alpha is read by" in caplog.text
+    caplog.clear()
+    parsed = {"cost_policy": "free_capacity_weighted"}
+    monkeypatch.setattr(engine_start, "_parsed_arguments", lambda: parsed)
+    assert of_config(alpha=0.9).routing_alpha == 0.9
+    assert caplog.text == ""
+
+
+def test_flags_and_settings_in_code_win_over_the_config(monkeypatch):
+    parsed = {"coordinator_policy": "load_balanced", "routing_alpha": 0.2}
+    monkeypatch.setattr(engine_start, "_parsed_arguments", lambda: parsed)
+    assert of_config("first_prefix_block", 0.9) == RoutingSettings(**parsed)
+    chosen = RoutingSettings()
+    monkeypatch.setattr(engine_start, "_chosen_settings", chosen)
+    assert of_config("first_prefix_block", 0.9) is chosen
+
+
+# --- what the replicas draw ----------------------------------------------------------------------
+
+
+def seeds(engines: list[DummyEngine], address: str) -> list[int]:
+    with started(engines, coordinator_address=address):
+        return [engine.controller.sampling_rng.initial_seed() for engine in engines]
+
+
+def test_every_replica_draws_its_own_samples_and_its_ranks_the_same():
+    with running() as live:
+        found = [seeds([DummyEngine(g) for g in make_groups(dp=2, tp=2)], live.address)]
+        again = DummyEngine(*make_groups())
+        found += [seeds([again], live.address), seeds([again], live.address)]
+    flat = [seed for each in found for seed in each]
+    assert flat[0] == flat[1]
+    assert flat[2] == flat[3]
+    assert len({*flat}) == 4
+
+
+def test_a_run_that_can_be_repeated_draws_the_same_again(monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    found = []
+    for _ in range(2):
+        with running(expected_ranks=2, deterministic=True) as live:
+            found.append(seeds([DummyEngine(g) for g in make_groups(dp=2)], live.address))
+    assert found[0] == found[1]
+    assert len({*found[0]}) == 2
+
+
+def test_replicas_that_are_meant_to_draw_alike_are_left_alone():
+    engine = DummyEngine(*make_groups())
+    engine.context.config.offset_sampling_seed_by_dp_rank = False
+    before = engine.controller.sampling_rng.initial_seed()
+    with running() as live:
+        assert seeds([engine], live.address) == [before]
 
 
 @pytest.mark.parametrize("machines", [["one", "one"], ["one", "another"]])

@@ -12,6 +12,7 @@ import zmq
 
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.lifecycle import FleetState
+from megatron.core.inference.coordinator.runtime import link as link_module
 from megatron.core.inference.coordinator.runtime import sockets, wire
 from megatron.core.inference.coordinator.runtime.keys import Credentials, Lock, Role
 from megatron.core.inference.coordinator.runtime.link import CoordinatorLink
@@ -125,6 +126,25 @@ def context_until(drain: Callable[[], list], count: int) -> list:
         assert time.monotonic() < deadline
         found += drain()
     return found
+
+
+@pytest.mark.parametrize(
+    ("somebody", "state"),
+    [(True, "it has not taken this engine yet"), (False, "nothing listens there")],
+)
+def test_who_waits_for_a_coordinator_says_so_and_how_long(
+    context, coordinator, somebody, state, caplog, monkeypatch
+):
+    monkeypatch.setattr(link_module, "_SILENT_SECONDS", 0.3)
+    if not somebody:
+        coordinator.close()
+    link = CoordinatorLink(context, coordinator.address, NAME)
+    with pytest.raises(CoordinatorDied):
+        link.register(REGISTER, 1.5)
+    (said,) = caplog.messages
+    assert said.startswith(
+        f"waiting_for_coordinator address={coordinator.address} state='{state}'; another 1 s"
+    )
 
 
 @pytest.mark.parametrize("somebody", [True, False])

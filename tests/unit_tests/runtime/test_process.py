@@ -217,6 +217,19 @@ def test_a_port_in_use_is_an_error_that_says_what_to_do(orphan_to_be):
     )
 
 
+def test_a_port_in_use_that_nobody_insists_on_is_another_one(caplog):
+    context = zmq.Context()
+    router = sockets.router(context)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = ProcessSettings(port=port, insists_on_port=False)
+        address = coordinator_process._bind_or_choose(router, settings)
+    context.destroy(linger=0)
+    assert address.startswith("tcp://127.0.0.1:")
+    assert not address.endswith(f":{port}")
+    assert f"port_in_use port={port} address='{address}'" in caplog.text
+
+
 def test_a_host_that_is_not_this_machine_is_an_error_that_names_it(orphan_to_be):
     with pytest.raises(CoordinatorDied, match=r"cannot bind the coordinator to 192\.0\.2\.1:0 \("):
         CoordinatorProcess(ProcessSettings(host="192.0.2.1"))

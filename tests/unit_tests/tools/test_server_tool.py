@@ -436,7 +436,7 @@ class Engine:
 
     async def start_listening_to_data_parallel_coordinator(self, port: Any, **options: Any) -> str:
         self.started = port, options
-        self._prefix_routing = SimpleNamespace(ending=False, process=self._process)
+        self._prefix_routing = SimpleNamespace(ending=False, process=self._process, host="10.1.1.1")
         self.engine_loop_task = asyncio.create_task(self._run())
         return COORDINATOR
 
@@ -491,9 +491,10 @@ class Life:
     def stop_text_gen_server(self) -> None:
         self.did.append("front ends ended")
 
-    def all_gather_object(self, gathered: list, mine: tuple[str | None, bool]) -> None:
-        gathered[:] = [mine, *self.others] if self.rank == 0 else [*self.others, mine]
+    def gathered(self, mine: tuple[str | None, bool]) -> list[tuple[str | None, bool]]:
+        assert threading.current_thread() is not threading.main_thread()  # the engine runs on
         self.did.append("gathered")
+        return [mine, *self.others] if self.rank == 0 else [*self.others, mine]
 
     def live(self, act: Callable[["Life"], None]) -> None:
         """Serve; `act` is called once the rank serves, in a thread as a signal would be."""
@@ -527,8 +528,7 @@ def life(monkeypatch, parsed) -> Callable[..., Life]:
         monkeypatch.setattr(http, "start_text_gen_server", made.start_text_gen_server)
         monkeypatch.setattr(http, "stop_text_gen_server", made.stop_text_gen_server)
         monkeypatch.setattr(http, "drain_text_gen_server", made.drain_text_gen_server)
-        monkeypatch.setattr(torch.distributed, "all_gather_object", made.all_gather_object)
-        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1 + len(made.others))
+        monkeypatch.setattr(serving, "gathered", made.gathered)
         return made
 
     return make
@@ -675,7 +675,7 @@ def test_addresses_of_all_ranks_are_told_in_their_order(life, tmp_path, capsys):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_a_server_on_all_interfaces_names_one_that_others_reach(life, host, capsys):
-    rank = life("--host", host, "--port", "80", "--inference-coordinator-host", "10.1.1.1")
+    rank = life("--host", host, "--port", "80")
     rank.live(press_ctrl_c)
     ((_, options),) = rank.front_ends
     assert options["hostname"] == host

@@ -7,34 +7,50 @@ from pathlib import Path
 
 _LOOPBACK = "127.0.0.1"
 _LOOPBACK_INTERFACES = "lo", "lo0"  # Linux, BSD and macOS
-
-
 _INTERFACE_VARIABLES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
-def job_address() -> str:
+def job_address(named: str | None = None, alone: bool = True) -> str:
     """This machine's address within the job.
 
-    Loopback while all ranks are on this machine. Otherwise the address that leads to MASTER_ADDR;
-    on the master itself, whose own name may well resolve to loopback, the first address that is
-    none.
+    A named one, if it is this machine's; on other machines the address that leads there. Without
+    one, loopback while the job is alone on this machine, else the address that leads to
+    MASTER_ADDR. On the master itself, whose own name may well resolve to loopback, it is the first
+    address that is none.
+
+    Args:
+        named: What the user gave, once for all machines or to each its own.
+        alone: Whether all ranks of the job are on this machine.
     """
-    if _on_one_machine():
+    if named is not None and _is_here(named):
+        return named
+    if named is None and alone:
         return _LOOPBACK
-    address = _address_towards(os.environ.get("MASTER_ADDR", ""))
+    address = _address_towards(named or os.environ.get("MASTER_ADDR", ""))
     if address is None or address.startswith("127."):
         return next(iter(other_addresses()), socket.getfqdn())
     return address
 
 
+def _is_here(host: str) -> bool:
+    """Whether it names an address of this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+        return True
+
+
 def machine() -> str:
-    """Names what this process shares with others: the same kernel, and the same temporary folder.
+    """Names what this process shares with others: kernel, loopback network and temporary folder.
 
     Containers on one machine share the kernel alone.
     """
     kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    network = os.stat("/proc/self/ns/net").st_ino
     folder = os.stat(tempfile.gettempdir())
-    return f"{kernel} {folder.st_dev} {folder.st_ino}"
+    return f"{kernel} {network} {folder.st_dev} {folder.st_ino}"
 
 
 def keep_collectives_on_loopback() -> None:
@@ -50,9 +66,8 @@ def keep_collectives_on_loopback() -> None:
 
 
 def _on_one_machine() -> bool:
-    """True if all ranks are on this machine, as torchrun and tools/launch.py tell."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    return os.environ.get("LOCAL_WORLD_SIZE", world) == world
+    """True if all ranks are on this machine, as torchrun and tools/launch.py tell; others do not."""
+    return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
 
 
 def _address_towards(host: str) -> str | None:

@@ -63,7 +63,11 @@ class DataParallelInferenceCoordinator:
             deterministic=deterministic_mode,
         )
         settings = ProcessSettings(
-            core, hostname or "127.0.0.1", inference_coordinator_port or 0, schedule_output_path
+            core,
+            hostname or "127.0.0.1",
+            inference_coordinator_port or 0,
+            schedule_output_path,
+            insists_on_port=False,
         )
         run(settings, tokenizer, _ReleasedPipe(pipe_connection, ready_event))  # type: ignore[arg-type]
 

@@ -54,6 +54,7 @@ class EngineEnd:
         stepping: The engine is in the middle of a step.
         reset_due: It was reset in the middle of it.
         ending: The job is ending; it is no error any more that others are gone.
+        host: This machine's address within the job.
     """
 
     def __init__(self, cache: EngineCache):
@@ -72,6 +73,7 @@ class EngineEnd:
         self._asked_to_drain_at: float | None = None
         self.stepping = self.reset_due = False
         self.ending = False
+        self.host: str | None = None
         self.events = EventLog(logger)
 
     def drain(self) -> list[list[bytes]]:

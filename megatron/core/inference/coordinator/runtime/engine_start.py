@@ -5,12 +5,16 @@
 """
 
 import asyncio
+import hashlib
+import logging
 import os
 import uuid
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 import zmq
+from megatron.core.inference.config import InferenceConfig
 from megatron.core.utils import get_asyncio_loop, get_pg_rank, get_pg_size, get_pg_src_rank
 
 from megatron.core.inference.coordinator import messages as m
@@ -35,7 +39,10 @@ from megatron.core.inference.coordinator.settings import (
     RoutingSettings,
     SettingsError,
     flag,
+    unused_options,
 )
+
+logger = logging.getLogger(__name__)
 
 RECONNECT_SECONDS = 300.0
 """How long a coordinator of another job may be out of reach before an engine gives it up."""
@@ -60,10 +67,11 @@ async def start_listening_to_data_parallel_coordinator(
 
     Args:
         self: The engine.
-        inference_coordinator_port: Port of the coordinator; None or 0 lets the system choose.
+        inference_coordinator_port: Port of the coordinator; None or 0 lets the system choose. One
+            that is in use is replaced with a warning, unless it came from the command line.
         launch_inference_coordinator: Whether the first rank starts the coordinator process.
-        hostname: Address that the other ranks can reach this machine at; see
-            `addresses.job_address` for the default.
+        hostname: Address of the coordinator's machine that all ranks can reach. Ranks elsewhere
+            are reached at the address on the way there; see `addresses.job_address`.
         coordinator_schedule_output_path: Where the coordinator writes its decisions at the end.
         coordinator_address: A coordinator that is there already, e.g. of
             `tools/run_coordinator.py`; then none is started.
@@ -75,8 +83,9 @@ async def start_listening_to_data_parallel_coordinator(
     Raises:
         CoordinatorDied: It did not come up, or did not take the registration; says why.
     """
-    host = hostname or job_address()
     end = self._prefix_routing = EngineEnd(_cache_of(self))
+    machines = _gathered(machine(), torch.distributed.group.WORLD)
+    host = end.host = job_address(hostname, alone=len(set(machines)) == 1)
     self.zmq_context = zmq.Context()
     self.zmq_sockets = []
     self._pending_signals.clear()
@@ -86,13 +95,13 @@ async def start_listening_to_data_parallel_coordinator(
 
     address = coordinator_address
     if address is None and not launch_inference_coordinator:
-        address = f"tcp://{host}:{inference_coordinator_port}"
+        address = f"tcp://{hostname or host}:{inference_coordinator_port}"
     ring = None
     if address is not None:
         ring = keys.ring_to_join(address, access_settings())
     elif self.is_dp_coordinator:
         settings = _process_settings(
-            self, host, inference_coordinator_port, coordinator_schedule_output_path
+            self, hostname or host, inference_coordinator_port, coordinator_schedule_output_path
         )
         address, ring = _start_coordinator(self, end, settings)
     job = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'job')}-{uuid.uuid4().hex[:8]}"
@@ -103,12 +112,13 @@ async def start_listening_to_data_parallel_coordinator(
         keys.remember(address, ring)
 
     _join_group(self, end, host)
-    joined = (0, FleetState.RUNNING)
+    joined = (0, FleetState.RUNNING, 0)
     if self.is_mp_coordinator:
         grace = RECONNECT_SECONDS if coordinator_address else GRACE_SECONDS
         credentials = None if ring is None else ring.credentials(keys.Role.ENGINE)
         joined = _register(self, end, address, job, grace, credentials)
-    epoch, state = _from_first(joined, groups.mp)
+    epoch, state, number = _from_first(joined, groups.mp)
+    _seed_sampling(self, job, number)
     end.cache.begin_epoch(self, epoch)
     end.catch_up(self.state, state)
     _connect_barriers(self, host)
@@ -142,7 +152,7 @@ def _process_settings(
 ) -> ProcessSettings:
     context = engine.context
     core = CoordinatorSettings(
-        routing=routing_settings(),
+        routing=_routing_of(context),
         fleet=fleet_settings(),
         expected_ranks=get_pg_size(engine.pg_collection.dp),
         prefix_caching=context.enable_prefix_caching,
@@ -152,8 +162,12 @@ def _process_settings(
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     lock = keys.make_lock(access_settings())
-    recording = RecordSettings.from_mapping(_parsed_arguments())
-    return ProcessSettings(core, host, port or 0, schedule_path, recording, lock=lock)
+    parsed = _parsed_arguments()
+    recording = RecordSettings.from_mapping(parsed)
+    insists = port == parsed.get("inference_coordinator_port")
+    return ProcessSettings(
+        core, host, port or 0, schedule_path, recording, lock=lock, insists_on_port=insists
+    )
 
 
 _chosen_settings: RoutingSettings | None = None
@@ -168,6 +182,30 @@ def choose_settings(settings: RoutingSettings | None) -> None:
 def routing_settings() -> RoutingSettings:
     """The settings chosen in code, else Megatron's parsed arguments, else our defaults."""
     return _chosen_settings or RoutingSettings.from_mapping(_parsed_arguments())
+
+
+def _routing_of(context: Any) -> RoutingSettings:
+    """`routing_settings`, where they leave something open, with what the engine's config says.
+
+    A dataclass does not tell its defaults from a choice, so only what differs from megatron-core's
+    default counts.
+    """
+    settings, defaults = routing_settings(), RoutingSettings()
+    if _chosen_settings is not None:
+        return settings
+    config = {f.name: f.default for f in fields(InferenceConfig)}
+    in_code = {}
+    for name in ("coordinator_policy", "routing_alpha"):
+        field = f"prefix_caching_{name}"
+        value = getattr(context, field)
+        is_open = getattr(settings, name) == getattr(defaults, name)
+        if is_open and value != config[field]:
+            in_code[name] = value
+    settings = replace(settings, **in_code)
+    if "routing_alpha" in in_code:
+        for note in unused_options(settings):
+            logger.warning("option_unused %s", note)
+    return settings
 
 
 def fleet_settings() -> FleetSettings:
@@ -195,12 +233,19 @@ def _from_first(value: tuple, group: Any) -> tuple:
     return box[0]
 
 
+def _gathered(value: Any, group: Any) -> list:
+    """Every rank's value. Only for the time before the engine's loop begins: it blocks."""
+    values: list = [value] * get_pg_size(group)
+    if len(values) > 1:
+        torch.distributed.all_gather_object(values, value, group=group)
+    return values
+
+
 def _channel(group: Any, host: str) -> GroupLeader | GroupMember | None:
     """This rank's end of a channel between the ranks of a group; None if it is alone there."""
     if get_pg_size(group) == 1:
         return None
-    machines: list = [None] * get_pg_size(group)
-    torch.distributed.all_gather_object(machines, machine(), group=group)
+    machines = _gathered(machine(), group)
     rank, leader = get_pg_rank(group), None
     if rank == 0:
         leader = GroupLeader(len(machines) - 1, host if len(set(machines)) > 1 else None)
@@ -229,8 +274,8 @@ def _register(
     job: str,
     grace: float,
     credentials: keys.Credentials | None,
-) -> tuple[int, FleetState]:
-    """Register; returns the fleet's weight epoch and state."""
+) -> tuple[int, FleetState, int]:
+    """Register; returns the fleet's weight epoch and state, and the rank's number there."""
     context, dp_rank = engine.context, get_pg_rank(engine.pg_collection.dp)
     check = end.process.check if end.process is not None else lambda: None
     end.link = CoordinatorLink(
@@ -246,9 +291,32 @@ def _register(
         total_blocks=context.kv_block_allocator.total_count,
         eviction=context.prefix_caching_eviction_policy.value,
     )
-    acknowledgement = end.link.register(end.registration, _REGISTER_SECONDS)
-    end.generation = acknowledgement.generation
-    return acknowledgement.weight_epoch, acknowledgement.state
+    taken = end.link.register(end.registration, _REGISTER_SECONDS)
+    end.generation = taken.generation
+    return taken.weight_epoch, taken.state, taken.rank
+
+
+def _seed_sampling(engine: Any, job: str, number: int) -> None:
+    """Give the replica random numbers of its own, the same on all of its ranks.
+
+    megatron-core counts from the rank within the job: two jobs would draw the same samples, and
+    so would a job that is started again. To be repeated, a run counts from the rank's number in
+    the fleet.
+
+    Args:
+        engine: The engine.
+        job: This job's name, which no other start has.
+        number: The replica's rank in the fleet.
+    """
+    controller = engine.controller
+    if not engine.context.config.offset_sampling_seed_by_dp_rank:
+        return  # all replicas are meant to draw alike
+    name: Any = (job, get_pg_rank(engine.pg_collection.dp))
+    if torch.are_deterministic_algorithms_enabled():
+        name = number
+    text = repr((controller.model_config.inference_sampling_seed, name))
+    digest = hashlib.sha256(text.encode()).digest()
+    controller.sampling_rng.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def _connect_barriers(engine: Any, host: str) -> None:

@@ -21,6 +21,9 @@ GRACE_SECONDS = 1.0
 _PATIENCE_SECONDS = 30.0
 """How long it may take at least where something listens: a busy machine, or a debugger."""
 
+_SILENT_SECONDS, _TOLD_SECONDS = 3.0, 60.0
+"""How long a registration is waited for without a word, and until it is said again."""
+
 _FAILURES_TOLD = 20
 """Handshakes that fail in a row, about 10 a second, before it is said what may be wrong."""
 
@@ -55,7 +58,7 @@ class CoordinatorLink:
         self._connection = Connection(context, address, name, ENGINE_PULSE, lambda: credentials)
         self._grace = self._patience = grace
         self._check_process = check_process
-        self._failures = 0
+        self._failures, self._reached = 0, False
         self._broken_since: float | None = None
 
     @property
@@ -70,8 +73,12 @@ class CoordinatorLink:
             CoordinatorDied: No answer came in time, or the coordinator is gone.
         """
         self.send(register)
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
+        began = time.monotonic()
+        deadline, tell_at = began + timeout, began + _SILENT_SECONDS
+        while (now := time.monotonic()) < deadline:
+            if now > tell_at:
+                tell_at = now + _TOLD_SECONDS
+                self._tell_what_is_awaited(deadline - now)
             if self.check():  # it may have been on its way
                 self.send(register)
             if self.socket.poll(200):
@@ -84,6 +91,15 @@ class CoordinatorLink:
             f"the coordinator at {self.address} did not take this engine's registration "
             f"within {timeout:g} s; is it running, is this its address, are these its keys, and "
             "are all replicas running the same version?"
+        )
+
+    def _tell_what_is_awaited(self, seconds_left: float) -> None:
+        state = "it has not taken this engine yet" if self._reached else "nothing listens there"
+        logger.warning(
+            "waiting_for_coordinator address=%s state=%r; another %.0f s, then it is given up",
+            self.address,
+            state,
+            seconds_left,
         )
 
     def drain(self) -> list[list[bytes]]:
@@ -122,10 +138,12 @@ class CoordinatorLink:
     def _heed(self, change: Change) -> None:
         match change:
             case Change.REACHED:
+                self._reached = True
                 self._patience = max(self._grace, _PATIENCE_SECONDS)
             case Change.MET:
                 self._failures, self._broken_since = 0, None
             case Change.BROKE:
+                self._reached = False
                 self._patience, self._broken_since = self._grace, time.monotonic()
             case Change.FAILED:
                 self._failures += 1

@@ -51,6 +51,7 @@ class ProcessSettings:
         recording: Whether and where to write every request as it ends.
         log_level: Level of its log, which goes to standard error.
         lock: The keys of its peers; None lets everybody talk to it, in plain.
+        insists_on_port: Whether a port in use is an error; else the system chooses another.
     """
 
     coordinator: CoordinatorSettings = field(default_factory=CoordinatorSettings)
@@ -60,6 +61,7 @@ class ProcessSettings:
     recording: RecordSettings = field(default_factory=RecordSettings)
     log_level: int = logging.INFO
     lock: Lock | None = None
+    insists_on_port: bool = True
 
 
 def bind(router: zmq.Socket, host: str, port: int) -> str:
@@ -83,6 +85,18 @@ def bind(router: zmq.Socket, host: str, port: int) -> str:
         ) from None
     address: str = router.getsockopt_string(zmq.LAST_ENDPOINT)
     return address
+
+
+def _bind_or_choose(router: zmq.Socket, settings: ProcessSettings) -> str:
+    try:
+        return bind(router, settings.host, settings.port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE or settings.insists_on_port:
+            raise
+        address = bind(router, settings.host, 0)
+        fields = {"port": settings.port, "address": address}
+        logger.warning("%s", render("port_in_use", fields))
+        return address
 
 
 def run(settings: ProcessSettings, tokenizer: Any, pipe: Connection | None) -> None:
@@ -138,7 +152,7 @@ def serve(
         guard = settings.lock.guard(context)
         settings.lock.apply(router)
     try:
-        address = bind(router, settings.host, settings.port)
+        address = _bind_or_choose(router, settings)
         loop = _make_loop(settings, router, tokenizer, guard, books)
         for number in signals:
             loop.stop_at(number)

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch
-
 from megatron.core.inference.coordinator.runtime import fork_server, http, private_files
-from megatron.core.inference.coordinator.runtime.addresses import job_address
+from megatron.core.inference.coordinator.runtime.gathering import gathered
 from megatron.core.inference.coordinator.runtime.http import access
 from megatron.core.inference.coordinator.runtime.http.limits import HttpSettings
 from megatron.core.inference.coordinator.settings import RoutingSettings, unused_options
@@ -204,8 +202,7 @@ class Server:
             limits=HttpSettings.from_mapping(vars(args)),
         )
         if args.host in ("0.0.0.0", "::"):  # all interfaces: name the one that others can reach
-            reachable = args.inference_coordinator_host or job_address()
-            url = f"http://{reachable}:{urlsplit(url).port}"
+            url = f"http://{setup.engine._prefix_routing.host}:{urlsplit(url).port}"
         return url
 
     def _announce(self, urls: list[str]) -> None:
@@ -247,10 +244,9 @@ def _gather(url: str | None, failure: Exception | None) -> list[str]:
         Exception: This rank's own failure.
         SystemExit: Another rank failed, which tells why itself.
     """
-    gathered: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, (url, failure is not None))
+    found = gathered((url, failure is not None))
     if failure is not None:
         raise failure
-    if any(failed for _, failed in gathered):
+    if any(failed for _, failed in found):
         sys.exit(1)
-    return [each for each, _ in gathered if each is not None]
+    return [each for each, _ in found if each is not None]
