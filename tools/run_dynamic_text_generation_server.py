@@ -88,10 +88,12 @@ def add_server_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--inference-coordinator-host",
+        "--coordinator-host",
         default=None,
         metavar="ADDRESS",
-        help="Address of this machine that all ranks can reach, for the coordinator. Default: "
-        "127.0.0.1 on one machine, else the address on the way to MASTER_ADDR.",
+        help="Address of the coordinator's machine, rank 0's, that all ranks can reach; the same "
+        "on every node. Default: 127.0.0.1 on one machine, else the address on the way to "
+        "MASTER_ADDR.",
     )
     group.add_argument(
         "--coordinator-schedule-output",
@@ -99,8 +101,49 @@ def add_server_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="FILE",
         help="JSON file that gets every routing decision when the server ends.",
     )
+    _add_flags_of_other_tools(parser)
     add_joining_args(parser)
     return add_prefix_routing_args(add_http_args(parser))
+
+
+def _add_flags_of_other_tools(parser: argparse.ArgumentParser) -> None:
+    """Add what scripts around Megatron-LM's own inference tools pass."""
+    group = parser.add_argument_group("as Megatron-LM's inference tools have them")
+    group.add_argument(
+        "--return-log-probs",
+        action="store_true",
+        help="Requests may ask for log probabilities of prompt tokens (echo with logprobs): the "
+        "engine keeps the logits of whole prompts, which takes memory.",
+    )
+    group.add_argument(
+        "--skip-prompt-log-probs",
+        action="store_true",
+        help="Undoes --return-log-probs; those of generated tokens need neither.",
+    )
+    group.add_argument(
+        "--use-flashinfer-fused-rope",
+        action="store_true",
+        help="Apply rotary embeddings with flashinfer's kernel.",
+    )
+    group.add_argument(
+        "--inference-ckpt-non-strict",
+        action="store_true",
+        help="Taken and ignored: extra states that a checkpoint lacks are never missed.",
+    )
+    group.add_argument(
+        "--coordinator-port",
+        type=int,
+        default=argparse.SUPPRESS,
+        dest="inference_coordinator_port",
+        help="The same as --inference-coordinator-port.",
+    )
+    group.add_argument(
+        "--verbose",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        dest="inference_text_gen_server_logging",
+        help="The same as --inference-text-gen-server-logging.",
+    )
 
 
 def _hide_keys(argv: list[str]) -> None:

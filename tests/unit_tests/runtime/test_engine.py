@@ -173,6 +173,26 @@ HARMLESS = {
 }
 
 
+def test_log_probs_of_a_prompt_are_computed_though_it_is_cached(patched, cpu_engine):
+    from megatron.core.inference.coordinator.runtime.client import InferenceClient
+
+    fields = "prompt_log_probs", "generated_log_probs", "generated_tokens"
+
+    async def run() -> list[dict]:
+        engine = cpu_engine(materialize_only_last_token_logits=False)
+        async with coordinated(engine) as address, connected(InferenceClient(address)) as client:
+            first = await answer_of(client, PROMPT, return_log_probs=True)
+            plain = [await answer_of(client, PROMPT) for _ in range(2)]
+            assert plain[1]["num_cached_tokens"] == 64
+            return [first, await answer_of(client, PROMPT, return_log_probs=True)]
+
+    first, second = asyncio.run(run())
+    assert len(first["prompt_log_probs"]) == len(PROMPT) - 1
+    assert len(first["generated_log_probs"]) == 6
+    for name in fields:
+        assert second[name] == pytest.approx(first[name])
+
+
 def test_what_an_engine_cannot_run_is_answered_and_ends_nobody(patched, cpu_engine):
     from megatron.core.inference.coordinator.runtime.client import InferenceClient
 

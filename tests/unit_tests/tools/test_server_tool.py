@@ -35,6 +35,7 @@ from megatron.core.inference.coordinator.runtime import (
 from megatron.core.inference.coordinator.runtime.http import access
 from megatron.core.inference.coordinator.runtime.http.limits import HttpSettings
 from megatron.core.inference.coordinator.settings import SettingsError
+from megatron.training.argument_utils import inference_cfg_from_args
 from megatron.training.arguments import add_megatron_arguments
 
 TOOLS = Path(__file__).parents[3] / "tools"
@@ -106,6 +107,25 @@ def test_every_flag_is_read(parsed):
     assert (args.url_file, args.parsers) == (Path("a/urls.json"), ["json", "tool_use"])
     assert (args.model_name, args.coordinator_schedule_output) == ("mine", "decisions.json")
     assert (args.inference_coordinator_port, args.inference_coordinator_host) == (6000, "10.1.1.1")
+
+
+def test_flags_of_megatron_lm_s_own_tools_are_taken(parsed):
+    flags = ["--return-log-probs", "--skip-prompt-log-probs", "--use-flashinfer-fused-rope"]
+    flags += ["--inference-ckpt-non-strict", "--verbose"]
+    flags += ["--coordinator-host", "10.1.1.1", "--coordinator-port", "6000"]
+    args, untouched = parsed(*flags), parsed()
+    assert (args.inference_coordinator_host, args.inference_coordinator_port) == ("10.1.1.1", 6000)
+    assert untouched.inference_coordinator_port is None
+    assert (args.inference_text_gen_server_logging, args.skip_prompt_log_probs) == (True, True)
+    assert not untouched.inference_text_gen_server_logging
+    for flags, only_last in (
+        ([], True),
+        (["--return-log-probs"], False),
+        (["--return-log-probs", "--skip-prompt-log-probs"], True),
+    ):
+        config = inference_cfg_from_args(parsed(*flags))
+        assert (not config.return_log_probs or config.skip_prompt_log_probs) is only_last
+    assert inference_cfg_from_args(args).use_flashinfer_fused_rope
 
 
 def test_http_limits_are_read_and_have_defaults(parsed):

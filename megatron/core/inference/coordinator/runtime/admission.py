@@ -98,13 +98,18 @@ def checked_tokens(tokens: Any, vocab_size: int) -> list[int]:
     return tokens
 
 
+def wants_prompt_log_probs(params: SamplingParams) -> bool:
+    """Whether the answer must hold log probabilities of the prompt's tokens."""
+    return bool(params.return_log_probs and not params.skip_prompt_log_probs)
+
+
 def check_log_probs(params: SamplingParams, only_last_logits: bool) -> None:
     """Refuse log probabilities of the prompt where the engine does not compute its logits.
 
     Raises:
         RequestRefused: It does not.
     """
-    if params.return_log_probs and not params.skip_prompt_log_probs and only_last_logits:
+    if wants_prompt_log_probs(params) and only_last_logits:
         raise RequestRefused(
             "this engine computes no log probabilities of prompt tokens: ask with "
             "skip_prompt_log_probs, or start it with --return-log-probs"

@@ -108,6 +108,9 @@ def _take_request(engine: Any, end: EngineEnd, message: m.EngineRequest) -> None
     engine.add_request(request_id, tokens, params)
     request = engine.get_request(request_id)
     if request.status is not Status.FAILED:  # else it is answered already
+        if admission.wants_prompt_log_probs(params):
+            # Skipped tokens have none, and those of generated tokens would take their places.
+            request.precomputed_block_hashes = []
         end.cache.take(request, salt)
     if isinstance(prompt, str) and request_id in engine.requests:
         engine.get_request(request_id).prompt = prompt
