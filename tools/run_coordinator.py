@@ -34,6 +34,7 @@ from megatron.core.inference.config import PrefixCachingEvictionPolicy  # noqa: 
 from megatron.core.inference.coordinator.arguments import (  # noqa: E402
     add_prefix_routing_args,
     routing_settings_from_args,
+    say_errors_in_one_sentence,
 )
 from megatron.core.inference.coordinator.runtime import (  # noqa: E402
     addresses,
@@ -66,6 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_engine_flags(
         parser.add_argument_group("engines", "What the replicas' jobs are started with as well.")
     )
+    say_errors_in_one_sentence(parser)
     return add_prefix_routing_args(parser)
 
 

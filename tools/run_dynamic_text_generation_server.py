@@ -218,6 +218,9 @@ def _build(argv: list[str], rank: int) -> Any:
     }
     if models.device_type() == "cpu":
         defaults["inference_dynamic_batching_block_size"] = 64
+    elif built_in:  # flash-attn computes in halves; the rest is Megatron's for large models
+        defaults |= {"bf16": True, "inference_dynamic_batching_buffer_size_gb": 4.0}
+        defaults["inference_dynamic_batching_max_requests"] = 256
     if built_in:
         argv = [*models.BUILT_IN_MODEL, *argv]
     _check_load(argv)
@@ -232,6 +235,8 @@ def _build(argv: list[str], rank: int) -> Any:
     models.initialize(args)
     setup.say("building the built-in GPT (random weights)" if built_in else "building the model")
     model = models.build_model(args)
+    if args.load is not None and models.device_type() == "cuda" and not (args.bf16 or args.fp16):
+        setup.say("note: it computes in fp32; --bf16 or --fp16 is not taken from a checkpoint")
     if args.load is not None:
         setup.say(f"loaded {models.load_checkpoint(model, args)}")
     config = models.build_inference_config(args, model)
@@ -281,6 +286,11 @@ def _check(args: argparse.Namespace, rank: int) -> None:
     if rank == 0:
         check_file("--coordinator-schedule-output", args.coordinator_schedule_output)
         check_file("--inference-coordinator-record", args.inference_coordinator_record)
+    if not args.model_name.strip():
+        raise SettingsError("--model-name is empty; give the name that answers shall show")
+    size = args.inference_dynamic_batching_block_size
+    if size < 1:
+        raise SettingsError(f"--inference-dynamic-batching-block-size is {size}; give 1 or more")
     for name in ("port", "inference_coordinator_port"):
         port = getattr(args, name)
         if port is not None and not 0 <= port <= 65535:

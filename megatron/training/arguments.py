@@ -7,7 +7,9 @@ The file stands where Megatron's users look for flags, and is imported as
 
 import argparse
 from dataclasses import fields
+from difflib import get_close_matches
 from enum import Enum
+from typing import NoReturn
 
 from megatron.core.inference.coordinator.options import Settings, SettingsError, shown
 from megatron.core.inference.coordinator.settings import (
@@ -53,6 +55,7 @@ def add_settings(parser: argparse.ArgumentParser, title: str, settings: type[Set
         name = settings.flag(field.name)
         existing = parser._option_string_actions.get(name)
         if existing is not None:
+            group._group_actions.append(existing)  # its help stands here as well
             existing.default, existing.help = default, text
             parser.set_defaults(**{existing.dest: default})
         elif isinstance(field.default, Enum):
@@ -63,6 +66,53 @@ def add_settings(parser: argparse.ArgumentParser, title: str, settings: type[Set
             group.add_argument(name, default=default, action=action, help=text)
         else:
             group.add_argument(name, default=default, type=type(default), help=text)
+
+
+def show_own_help(parser: argparse.ArgumentParser, groups: int) -> None:
+    """Let `--help` show what was added to Megatron's parser, and `--help-all` everything.
+
+    Args:
+        parser: The parser.
+        groups: How many groups of flags it had before.
+    """
+    show_all = parser.format_help
+    own = parser._action_groups[groups:]
+
+    def show() -> str:
+        formatter = parser.formatter_class(prog=parser.prog)
+        formatter.add_usage("%(prog)s [flags]", [], [])
+        for group in own:
+            formatter.start_section(group.title)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+        formatter.add_text(
+            "Megatron's own flags, e.g. --load, --tensor-model-parallel-size and --bf16, count "
+            "as well: --help-all shows them."
+        )
+        return formatter.format_help()
+
+    class ShowAll(argparse.Action):
+        def __call__(self, *args: object) -> None:
+            print(show_all())
+            parser.exit()
+
+    parser.add_argument("--help-all", action=ShowAll, nargs=0, help="Show Megatron's flags, too.")
+    parser.format_help = show  # type: ignore[method-assign]
+
+
+def say_errors_in_one_sentence(parser: argparse.ArgumentParser) -> None:
+    """Let a wrong flag be one line that names the nearest one, without a usage of 1,600 lines."""
+
+    def error(message: str) -> NoReturn:
+        start, _, unknown = message.partition("unrecognized arguments: ")
+        if not start and unknown:
+            first = unknown.split()[0].partition("=")[0]
+            near = get_close_matches(first, parser._option_string_actions, n=1)
+            message = f"there is no flag {first}" if first.startswith("-") else message
+            message += f"; did you mean {near[0]}?" if near else "; --help shows those there are"
+        parser.exit(2, f"error: {message}\n")
+
+    parser.error = error  # type: ignore[method-assign]
 
 
 def routing_settings_from_args(args: argparse.Namespace) -> RoutingSettings:

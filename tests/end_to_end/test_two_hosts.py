@@ -67,6 +67,40 @@ def fleet(network, tmp_path_factory) -> Iterator[Fleet]:
         yield Fleet(first, second, wire, lead, near, far)
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_one_job_on_two_hosts_needs_no_more_than_ray_tells_its_workers(network, tmp_path, named):
+    """Of a rank's place: RANK, LOCAL_RANK, WORLD_SIZE and MASTER_ADDR."""
+    first, second, _ = network
+    place = ["WORLD_SIZE=2", "LOCAL_RANK=0", f"MASTER_ADDR={first.address}", "MASTER_PORT=29533"]
+    flags = ["--frontend-on-all-ranks", "--frontend-replicas=1", "--url-file=urls.json"]
+    if named:  # the same on both
+        flags.append(f"--inference-coordinator-host={first.address}")
+    tool = [sys.executable, TOOLS / "run_dynamic_text_generation_server.py", "--device=cpu"]
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                started(
+                    Job,
+                    tmp_path / str(rank),
+                    [*tool, "--host=0.0.0.0", *flags],
+                    [*host.run, *place, f"RANK={rank}"],
+                )
+            )
+            for rank, host in enumerate((first, second))
+        ]
+        urls = ranks[0].await_ready()
+        assert [url.rsplit(":", 1)[0] for url in urls] == [
+            f"http://{host.address}" for host in (first, second)
+        ]
+        with first.entered():
+            for url in urls:
+                with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as openai:
+                    answer = openai.completions.create(
+                        model="megatron", prompt=PROMPTS[0], max_tokens=4, temperature=0
+                    )
+                assert answer.usage.completion_tokens == 4
+
+
 class Traffic:
     """Requests of a client on the coordinator's host, a few at a time, until it is told to end.
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,10 +29,18 @@ TOOL = ROOT / "tools" / "run_dynamic_text_generation_server.py"
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 
 CPU, ONE_NODE, MULTI_NODE = "serve_cpu.sh", "serve_one_node_8gpu.sh", "serve_multi_node.sh"
-SCRIPTS = (CPU, ONE_NODE, MULTI_NODE)
+SLURM = "serve_slurm.sh"
+SCRIPTS = (CPU, ONE_NODE, MULTI_NODE, SLURM)
 MODEL = {"CHECKPOINT": "/check points/mine", "TOKENIZER": "/tokenizers/mine"}
 NODE = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "SERVE_HOST": "10.0.0.2"}
-VARIABLES = {CPU: {}, ONE_NODE: MODEL, MULTI_NODE: MODEL | NODE}
+FLAGS_OF_OTHERS = {
+    SLURM: {"--job-name", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--exclusive"}
+    | {"--time", "--kill-on-bad-exit"},
+    "serve_ray.py": {"--ranks", "--gpus-per-rank"},
+}
+VARIABLES = {CPU: {}, ONE_NODE: MODEL, MULTI_NODE: MODEL | NODE, SLURM: MODEL}
+JOB = {"SLURM_JOB_NODELIST": "node[0-1]", "SLURM_NNODES": "2", "SLURM_SUBMIT_DIR": str(ROOT)}
+"""What Slurm tells a script; `scontrol` and `srun` are below."""
 
 CACHING = "inference_dynamic_batching_prefix_caching_"
 CACHES_PREFIXES = {
@@ -61,11 +70,18 @@ SERVER = {
     | {"device": "auto", "host": "10.0.0.2", "frontend_on_all_ranks": True}
     | {"url_file": Path("urls.json")},
 }
+SERVER[SLURM] = SERVER[MULTI_NODE] | {"host": "node1", "inference_coordinator_host": "node0"}
 TORCHRUN = {
     CPU: {"standalone": True, "nproc_per_node": "2"},
     ONE_NODE: {"standalone": True, "nproc_per_node": "8"},
     MULTI_NODE: {"nnodes": "2", "node_rank": 1, "nproc_per_node": "8"}
     | {"master_addr": "10.0.0.1", "master_port": 29500},
+}
+TORCHRUN[SLURM] = TORCHRUN[MULTI_NODE] | {"master_addr": "node0"}
+COMMANDS = {
+    "torchrun": 'printf \'%s\\0\' "$CUDA_DEVICE_MAX_CONNECTIONS" "$@"',
+    "scontrol": 'test "$*" = "show hostnames node[0-1]" && printf "node0\\nnode1\\n"',
+    "srun": 'shift && SLURM_NODEID=1 SLURMD_NODENAME=node1 exec "$@"',
 }
 
 
@@ -99,14 +115,18 @@ def parser(tool) -> argparse.ArgumentParser:
 @pytest.fixture
 def start(tmp_path):
     """`start(script, *flags, **variables)`: run a script in an environment of just those."""
-    recorder = tmp_path / "torchrun"
-    recorder.write_text('#!/bin/sh\nprintf \'%s\\0\' "$CUDA_DEVICE_MAX_CONNECTIONS" "$@"\n')
-    recorder.chmod(0o755)
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, body in COMMANDS.items():
+        (commands / name).write_text(f"#!/bin/sh\n{body}\n")
+        (commands / name).chmod(0o755)
+    path = f"{commands}:{os.environ['PATH']}"
 
     def run(script: str, *flags: str, **variables: str) -> subprocess.CompletedProcess:
+        slurm = JOB if script == SLURM else {}
         return subprocess.run(
             [EXAMPLES / script, *flags],
-            env={"PATH": os.environ["PATH"], "TORCHRUN": str(recorder), **variables},
+            env={"PATH": path, "TORCHRUN": str(commands / "torchrun"), **slurm, **variables},
             cwd=tmp_path,
             capture_output=True,
             text=True,
@@ -145,7 +165,7 @@ def test_torchrun_and_the_server_get_what_is_intended(script, launch, tool):
     assert routing_settings_from_args(started.server) == RoutingSettings()
 
 
-@pytest.mark.parametrize("script", [ONE_NODE, MULTI_NODE])
+@pytest.mark.parametrize("script", [ONE_NODE, MULTI_NODE, SLURM])
 def test_tensor_parallelism_gets_the_variable_that_megatron_asks_for(script, launch):
     assert launch(script).connections == "1"
 
@@ -177,11 +197,12 @@ def test_a_missing_variable_is_named(script, name, start):
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("file", [*SCRIPTS, "README.md"])
+@pytest.mark.parametrize("file", [*SCRIPTS, "serve_ray.py", "README.md"])
 def test_every_flag_that_is_named_exists(file, parser):
     from torch.distributed.run import get_args_parser
 
     known = {*parser._option_string_actions, *get_args_parser()._option_string_actions}
+    known |= FLAGS_OF_OTHERS.get(file, set())
     assert set(FLAG.findall((EXAMPLES / file).read_text())) <= known
 
 
@@ -194,6 +215,75 @@ def test_bash_can_read_it(script):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_shellcheck_finds_nothing(script):
     subprocess.run(["shellcheck", EXAMPLES / script], check=True, timeout=30)
+
+
+# --- The script for Ray, with a Ray whose actors are objects here ---
+
+
+class Ray:
+    """What the script uses of Ray; a remote call happens at once and gives its result."""
+
+    util = SimpleNamespace(
+        get_node_ip_address=lambda: "10.0.0.1",
+        placement_group=lambda bundles, strategy: SimpleNamespace(
+            ready=lambda: "placed", bundles=bundles
+        ),
+        scheduling_strategies=SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group: group),
+    )
+
+    def __init__(self):
+        self.groups: list[Any] = []
+
+    def init(self) -> None:
+        pass
+
+    def get(self, value: Any) -> Any:
+        return value
+
+    def wait(self, values: list[Any]) -> tuple[list[Any], list[Any]]:
+        return values[:1], values[1:]
+
+    def remote(self, **resources: int) -> Any:
+        def options(scheduling_strategy: Any) -> Any:
+            self.groups.append((resources, scheduling_strategy.bundles))
+            return SimpleNamespace(remote=made)
+
+        def made() -> Any:
+            rank = self.kind()
+            methods = {"address": rank.address, "serve": rank.serve}
+            return SimpleNamespace(
+                **{name: SimpleNamespace(remote=method) for name, method in methods.items()}
+            )
+
+        def of(kind: type) -> Any:
+            self.kind = kind
+            return SimpleNamespace(options=options)
+
+        return of
+
+
+def test_ray_s_actors_start_the_tool_with_what_it_needs(monkeypatch, parser):
+    started: list[tuple[list[str], dict[str, str]]] = []
+    fake = Ray()
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setattr(
+        subprocess, "call", lambda command, env: started.append((command, env)) or 0
+    )
+    script = runpy.run_path(str(EXAMPLES / "serve_ray.py"))
+    flags = ["--load", "/check points/mine", "--use-checkpoint-args", "--bf16"]
+    flags += ["--tensor-model-parallel-size", "2"]
+    with pytest.raises(SystemExit) as ended:
+        script["main"](["--ranks", "4", *flags])
+    assert ended.value.code == 0
+    assert fake.groups == [({"num_cpus": 1, "num_gpus": 1}, [{"CPU": 1.0, "GPU": 1}] * 4)] * 4
+    for rank, (command, env) in enumerate(started):
+        assert command[:2] == [sys.executable, str(TOOL)]
+        assert command[2:] == flags
+        assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == (str(rank), "0", "4")
+        assert env["MASTER_ADDR"] == "10.0.0.1"
+        assert env["MASTER_PORT"] == started[0][1]["MASTER_PORT"]
+        assert env["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert parser.parse_args(started[0][0][2:]).tensor_model_parallel_size == 2
 
 
 # --- The client, against a server that answers by rote ---

@@ -347,13 +347,17 @@ def test_a_coordinator_process_that_dies_ends_the_engine_with_its_error(processe
     assert engine.state is EngineState.STOPPED
 
 
-def test_a_coordinator_that_cannot_start_ends_the_start(monkeypatch):
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 2)])
+def test_a_coordinator_that_cannot_start_ends_the_start_on_every_rank(dp, tp, monkeypatch):
     def refuse(settings: Any, tokenizer: Any) -> None:
         raise CoordinatorDied("port 5123 on 127.0.0.1 is in use")
 
     monkeypatch.setattr(engine_start, "CoordinatorProcess", refuse)
-    with pytest.raises(CoordinatorDied, match="in use"), started([DummyEngine(*make_groups())]):
-        raise AssertionError("it started")
+    engines = [DummyEngine(groups) for groups in make_groups(dp, tp)]
+    with ThreadPoolExecutor(len(engines)) as pool:
+        starts = [pool.submit(asyncio.run, engine.start()) for engine in engines]
+        failures = [str(start.exception(SECONDS)) for start in starts]
+    assert failures == ["port 5123 on 127.0.0.1 is in use"] * len(engines)
 
 
 @pytest.mark.parametrize(

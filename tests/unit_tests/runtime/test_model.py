@@ -3,7 +3,10 @@
 As a script, this file is one rank of a model that is split over two processes.
 """
 
+import argparse
+import contextlib
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -90,7 +93,7 @@ def test_help_is_printed_and_an_unknown_flag_refused(parse, capsys):
     assert "--inference-dynamic-batching-block-size" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         parse(argv=["--inference-dynamic-batching-block"])
-    assert "unrecognized arguments" in capsys.readouterr().err
+    assert "there is no flag --inference-dynamic-batching-block;" in capsys.readouterr().err
 
 
 def test_transformer_engine_is_missed_in_one_sentence(built_in_args):
@@ -238,3 +241,37 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# --- what a GPU needs ----------------------------------------------------------------------------
+
+
+def test_tensor_parallelism_needs_no_variable_of_the_user_s(parse, monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    parse(argv=model.BUILT_IN_MODEL)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("flash_attn", "graphs", "refused"),
+    [
+        ("2.8.0", "local", None),
+        ("2.5.0", "none", "flash-attn is older than 2.7.3"),
+        (None, "none", None),
+        (None, "local", "CUDA graphs cannot hold the attention"),
+    ],
+)
+def test_attention_that_would_fail_later_is_refused(flash_attn, graphs, refused, monkeypatch):
+    installed = []
+    monkeypatch.setattr(model.attention, "HAVE_FA3", False)
+    monkeypatch.setattr(model.attention, "HAVE_FA4", False)
+    monkeypatch.setattr(model.attention, "flash_attn_varlen_func", flash_attn)
+    monkeypatch.setattr(
+        model.attention, "is_fa_min_version", lambda least: str(flash_attn) >= least
+    )
+    monkeypatch.setattr(
+        model.cpu_device, "install_attention_overrides", lambda: installed.append(True)
+    )
+    with pytest.raises(ValueError, match=refused) if refused else contextlib.nullcontext():
+        model._check_attention(argparse.Namespace(cuda_graph_impl=graphs))
+    assert bool(installed) is (flash_attn is None and refused is None)

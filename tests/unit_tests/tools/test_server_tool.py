@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from megatron.training.argument_utils import inference_cfg_from_args
 
 from megatron.core.inference import coordinator
 from megatron.core.inference.coordinator.arguments import routing_settings_from_args
@@ -35,7 +36,6 @@ from megatron.core.inference.coordinator.runtime import (
 from megatron.core.inference.coordinator.runtime.http import access
 from megatron.core.inference.coordinator.runtime.http.limits import HttpSettings
 from megatron.core.inference.coordinator.settings import SettingsError
-from megatron.training.argument_utils import inference_cfg_from_args
 from megatron.training.arguments import add_megatron_arguments
 
 TOOLS = Path(__file__).parents[3] / "tools"
@@ -205,6 +205,11 @@ def test_a_device_that_is_none_is_refused(parsed, capsys):
             ["--url-file", "/no/such/folder/urls.json"],
             "--url-file /no/such/folder/urls.json: there is no folder /no/such/folder",
         ),
+        (["--model-name", ""], "--model-name is empty; give the name that answers shall show"),
+        (
+            ["--inference-dynamic-batching-block-size", "0"],
+            "--inference-dynamic-batching-block-size is 0; give 1 or more",
+        ),
         (
             ["--inference-coordinator-record", "/no/such/folder/r.jsonl"],
             "--inference-coordinator-record /no/such/folder/r.jsonl: there is no folder "
@@ -294,6 +299,53 @@ def test_a_process_list_shows_no_key(tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+# --- help and mistakes ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def says(capsys) -> Callable[..., tuple[Any, str, str]]:
+    """`says(*flags)`: exit code, output and errors of the tool's real parser."""
+
+    def run(*flags: str) -> tuple[Any, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            model.parse(tool.add_server_args, flags)
+        return stopped.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_help_is_ours_and_all_of_it_is_asked_for(says):
+    code, out, err = says("--help")
+    assert (code, err) == (0, "")
+    for flag in ("--host", "--api-key", "prefix-caching-coordinator-policy", "--help-all"):
+        assert flag in out
+    assert "--rampup-batch-size" not in out
+    code, everything, err = says("--help-all")
+    assert (code, err) == (0, "")
+    assert "--rampup-batch-size" in everything
+    assert "--api-key" in everything
+    assert len(everything) > 5 * len(out)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--frontend-replica", "2"], "there is no flag --frontend-replica; did you mean "),
+        (["--qqqqqqqqqqqqqq=1"], "there is no flag --qqqqqqqqqqqqqq; --help shows those there are"),
+        (["stray"], "unrecognized arguments: stray; --help shows those there are"),
+        (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (["--api-key", ""], "argument --api-key: "),
+        (["--port", "many"], "argument --port: invalid int value: 'many'"),
+    ],
+)
+def test_a_mistake_is_one_sentence(says, flags, sentence):
+    code, out, err = says(*flags)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {sentence}")
+    assert err.count("\n") == 1
+    assert "--frontend-replicas?" in err or "did you mean" not in sentence
 
 
 # --- the device ----------------------------------------------------------------------------------
@@ -392,8 +444,19 @@ def test_prefix_caching_is_on_and_retains_and_blocks_are_small_on_a_cpu(built):
         f"{prefix}enable_prefix_caching": True,
         f"{prefix}prefix_caching_eviction_policy": "lru",
     }
-    assert built(gpu=True).defaults == caching
+    assert built("--load=folder", "--bf16", gpu=True).defaults == caching
+    # Of the smallest model Megatron would run more requests than tokens, in a type that flash-attn
+    # does not compute in.
+    small = {"bf16": True, f"{prefix}buffer_size_gb": 4.0, f"{prefix}max_requests": 256}
+    assert built(gpu=True).defaults == caching | small
     assert built().defaults == caching | {f"{prefix}block_size": 64}
+
+
+@pytest.mark.parametrize("flag", ["--bf16", "--fp16", None])
+def test_a_checkpoint_that_is_computed_in_fp32_is_told(built, flag, capsys):
+    built("--load=folder", *([flag] if flag else []), gpu=True)
+    told = "note: it computes in fp32" in capsys.readouterr().out
+    assert told is (flag is None)
 
 
 def test_the_settings_that_the_flags_ask_for_are_patched_in(built):

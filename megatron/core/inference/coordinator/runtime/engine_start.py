@@ -27,6 +27,7 @@ from megatron.core.inference.coordinator.runtime.group_channel import GroupLeade
 from megatron.core.inference.coordinator.runtime.group_votes import GroupVotes
 from megatron.core.inference.coordinator.runtime.link import GRACE_SECONDS, CoordinatorLink
 from megatron.core.inference.coordinator.runtime.process import (
+    CoordinatorDied,
     CoordinatorProcess,
     ProcessSettings,
 )
@@ -96,17 +97,22 @@ async def start_listening_to_data_parallel_coordinator(
     address = coordinator_address
     if address is None and not launch_inference_coordinator:
         address = f"tcp://{hostname or host}:{inference_coordinator_port}"
-    ring = None
+    ring, failure = None, None
     if address is not None:
         ring = keys.ring_to_join(address, access_settings())
     elif self.is_dp_coordinator:
         settings = _process_settings(
             self, hostname or host, inference_coordinator_port, coordinator_schedule_output_path
         )
-        address, ring = _start_coordinator(self, end, settings)
+        try:
+            address, ring = _start_coordinator(self, end, settings)
+        except CoordinatorDied as error:
+            failure = error
     job = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'job')}-{uuid.uuid4().hex[:8]}"
     for group in (groups.dp, groups.mp):
-        address, ring, job = _from_first((address, ring, job), group)
+        address, ring, job, failure = _from_first((address, ring, job, failure), group)
+    if failure is not None:  # the same on every rank: none is left waiting for the first
+        raise failure
     assert address is not None
     if ring is not None:
         keys.remember(address, ring)

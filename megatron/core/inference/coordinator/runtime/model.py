@@ -41,6 +41,10 @@ from megatron.training.argument_utils import (
 from megatron.training.initialize import initialize_megatron
 
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.inference.coordinator.arguments import (
+    say_errors_in_one_sentence,
+    show_own_help,
+)
 from megatron.core.inference.coordinator.runtime import cpu_device
 from megatron.core.inference.coordinator.runtime.addresses import keep_collectives_on_loopback
 from megatron.core.inference.coordinator.runtime.byte_tokenizer import TOKENIZER_TYPE, ByteTokenizer
@@ -80,6 +84,9 @@ PLAIN_DEFAULTS = {
 
 STORE_VARIABLE = "MEGATRON_STORE_FILE"
 """Names the file where the ranks meet, if they need no TCP port for it: set by tools/launch.py."""
+
+_FLASH_ATTN = "2.7.3"
+"""The oldest whose paged attention megatron-core takes."""
 
 _HAVE_TE = find_spec("transformer_engine") is not None
 
@@ -123,10 +130,16 @@ def parse(
             if action.dest == "tokenizer_type":
                 action.choices = [*(action.choices or ()), TOKENIZER_TYPE]
         parser.set_defaults(**_defaults())
+        say_errors_in_one_sentence(parser)
+        groups = len(parser._action_groups)
         parser = extra_args_provider(parser) if extra_args_provider else parser
         parser.set_defaults(**args_defaults or {})
+        if extra_args_provider:
+            show_own_help(parser, groups)
         return parser
 
+    # Megatron asks for it where there is tensor parallelism; CUDA reads it when it starts up.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with contextlib.ExitStack() as stack:
         stack.enter_context(_replaced(arguments, "_print_args", lambda *_: None))  # 700 lines
         stack.enter_context(_replaced(global_vars, "build_tokenizer", build_tokenizer))
@@ -150,14 +163,28 @@ def initialize(args: Namespace) -> None:
         cpu_device.install_cpu_overrides()
     else:
         torch.cuda.set_device(args.local_rank)
-        newer = attention.HAVE_FA3 or attention.HAVE_FA4
-        if not newer and attention.flash_attn_varlen_func is None:
-            cpu_device.install_attention_overrides()
+        _check_attention(args)
     # Going on to its groups, Megatron would compile a helper for data sets, whose sources a wheel
     # does not ship, and end the process.
     initialize_megatron(allow_no_cuda=True, skip_mpu_initialization=True)
     _join_processes(args)
     _seed(args)
+
+
+def _check_attention(args: Namespace) -> None:
+    """Find out now, and not at the first request, what attention there is on a GPU."""
+    if attention.HAVE_FA3 or attention.HAVE_FA4:
+        return
+    if attention.flash_attn_varlen_func is not None:
+        if not attention.is_fa_min_version(_FLASH_ATTN):
+            raise ValueError(f"flash-attn is older than {_FLASH_ATTN}: install a newer one.")
+        return
+    if args.cuda_graph_impl != "none":
+        raise ValueError(
+            "CUDA graphs cannot hold the attention that takes flash-attn's place: install "
+            "flash-attn, or leave --cuda-graph-impl out."
+        )
+    cpu_device.install_attention_overrides()
 
 
 def build_model(args: Namespace) -> torch.nn.Module:
