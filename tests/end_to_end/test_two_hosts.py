@@ -13,11 +13,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import hosts
 import pytest
 from hosts import Host, Wire
-from jobs import TOOLS, Coordinator, Job, ask, client_of, coordinator, job, started
+from jobs import (
+    START_SECONDS,
+    TOOLS,
+    Coordinator,
+    Job,
+    ask,
+    client_of,
+    coordinator,
+    job,
+    started,
+    wait_for,
+)
 from one_engine import PROMPTS
 from openai import OpenAI
 
@@ -99,6 +111,36 @@ def test_one_job_on_two_hosts_needs_no_more_than_ray_tells_its_workers(network, 
                         model="megatron", prompt=PROMPTS[0], max_tokens=4, temperature=0
                     )
                 assert answer.usage.completion_tokens == 4
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed (group ray)")
+def test_ray_s_actors_on_two_hosts_serve_as_one_job(network, tmp_path):
+    first, second, _ = network
+    node = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]
+    node += ["--disable-usage-stats", "--object-store-memory=100000000"]
+    at = f"{first.address}:6379"
+    roles = {
+        "head": (first, "--head", "--port=6379", "--include-dashboard=false"),
+        "other": (second, f"--address={at}"),
+    }
+    flags = ["--ranks=2", "--gpus-per-rank=0", "--device=cpu", "--host=0.0.0.0"]
+    flags += ["--frontend-on-all-ranks", "--frontend-replicas=1"]
+    flags.append(f"--url-file={tmp_path / 'serve' / 'urls.json'}")
+    with ExitStack() as stack:
+        for name, (host, *options) in roles.items():
+            command = [*node, f"--node-ip-address={host.address}", *options]
+            ray = stack.enter_context(started(Job, tmp_path / name, command, host.run))
+            wait_for(lambda ray=ray: "Ray runtime started" in ray.log, START_SECONDS)
+        served = stack.enter_context(
+            started(
+                Job,
+                tmp_path / "serve",
+                [sys.executable, TOOLS.parent / "examples" / "serve_ray.py", *flags],
+                [*first.run, f"RAY_ADDRESS={at}"],
+            )
+        )
+        hosts_of_urls = [url.rsplit(":", 1)[0] for url in served.await_ready()]
+    assert sorted(hosts_of_urls) == [f"http://{host.address}" for host in (first, second)]
 
 
 class Traffic:
