@@ -18,7 +18,9 @@ SMALL = ("--iterations=2", "--groups=2", "--turns=3")
 def _totals(folder: Path, *flags: str) -> dict[str, Any]:
     """Run the loop on two replicas; what its one line on standard output says."""
     launcher = [sys.executable, ROOT / "tools" / "launch.py", "--processes=2"]
-    done, listening = run_and_look([*launcher, main_thread_only.__file__, SCRIPT, *flags], folder, seconds=240)
+    done, listening = run_and_look(
+        [*launcher, main_thread_only.__file__, SCRIPT, *flags], folder, seconds=240
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert beyond_loopback(listening) == []
     (line,) = done.stdout.splitlines()

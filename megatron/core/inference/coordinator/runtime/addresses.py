@@ -66,7 +66,7 @@ def keep_collectives_on_loopback() -> None:
 
 
 def _on_one_machine() -> bool:
-    """True if all ranks are on this machine, as torchrun and tools/launch.py tell; others do not."""
+    """True if all ranks are on this machine, by the word of torchrun or tools/launch.py."""
     return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
 
 
