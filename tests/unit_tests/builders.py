@@ -171,9 +171,18 @@ class Fleet:
         return effects
 
     def tick(self, at: float | None = None) -> list[m.Effect]:
-        """Let the coordinator look at the clock, which is moved on if a time is given."""
+        """Let the coordinator look at the clock, which is moved on if a time is given.
+
+        Returns:
+            The effects, without what clients are told of the fleet.
+        """
         self.now = self.now if at is None else at
-        return self.tell(b"", m.Tick())
+        effects = self.tell(b"", m.Tick())
+        return [
+            effect
+            for effect in effects
+            if not (isinstance(effect, m.Send) and isinstance(effect.message, m.Serving))
+        ]
 
     def join(self, **values: Any) -> int:
         """Another engine of ours registers; returns its number."""

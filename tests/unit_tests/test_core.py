@@ -33,7 +33,8 @@ RUNNING, PAUSED, SUSPENDED = FleetState.RUNNING, FleetState.PAUSED, FleetState.S
 def test_a_client_of_ours_learns_policy_block_size_and_epoch():
     core = Coordinator(make_settings())
     ack = m.ConnectAck(PROTOCOL_VERSION, "longest_prefix", BLOCK, 0)
-    assert core.handle(m.Incoming(CLIENT, make_connect()), 0.0) == [m.Send(CLIENT, ack)]
+    told = [m.Send(CLIENT, ack), m.Send(CLIENT, m.Serving(False))]
+    assert core.handle(m.Incoming(CLIENT, make_connect()), 0.0) == told
 
 
 def test_a_released_client_is_acknowledged_too():
@@ -43,10 +44,10 @@ def test_a_released_client_is_acknowledged_too():
 
 
 def test_without_prefix_caching_a_client_is_told_not_to_hash():
-    fleet = Fleet(prefix_caching=False, block_size_tokens=None)
+    fleet = Fleet(1, prefix_caching=False, block_size_tokens=None)
     ack = m.ConnectAck(PROTOCOL_VERSION, "load_balanced", 0, 0)
     assert fleet.tell(OTHER, make_connect()) == [m.Send(OTHER, ack)]
-    fleet = Fleet(prefix_caching=False, block_size_tokens=64)
+    fleet = Fleet(1, prefix_caching=False, block_size_tokens=64)
     assert fleet.tell(OTHER, make_connect()) == [m.Send(OTHER, ack)]
 
 
@@ -57,10 +58,35 @@ def test_connecting_again_is_acknowledged_again():
 
 
 def test_the_acknowledgement_tells_the_present_epoch():
-    fleet = Fleet()
+    fleet = Fleet(1)
     fleet.tell(CLIENT, m.Control(Signal.SET_GENERATION_EPOCH, (5,)))
     (ack,) = sends(fleet.tell(OTHER, make_connect()))
     assert ack.message.weight_epoch == 1
+
+
+def test_clients_are_told_whether_there_is_a_replica():
+    fleet = Fleet(expected_ranks=2)
+    released = b"released"
+    fleet.tell(released, m.Connect(None))
+
+    def told():
+        sent = sends(fleet.tell(b"", m.Tick()))
+        return {(s.peer, s.message.serving) for s in sent if isinstance(s.message, m.Serving)}
+
+    assert told() == set()  # nothing new since they connected
+    fleet.join()
+    assert told() == set()  # requests wait for the second one
+    fleet.join()
+    assert told() == {(CLIENT, True)}
+    (ack,) = sends(fleet.tell(OTHER, make_connect()))
+    assert isinstance(ack.message, m.ConnectAck)
+    fleet.tell(b"0", m.Disconnect())
+    assert told() == set()
+    fleet.tell(b"1", m.Drain())  # it answers what it has, and gets nothing more
+    assert told() == {(CLIENT, False), (OTHER, False)}
+    assert told() == set()
+    fleet.join()
+    assert told() == {(CLIENT, True), (OTHER, True)}
 
 
 def test_a_client_of_another_protocol_version_is_told_which_one_is_spoken():

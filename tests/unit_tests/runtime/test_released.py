@@ -141,7 +141,8 @@ def test_what_lies_in_frames_is_spliced_like_bytes():
 
 
 @pytest.mark.parametrize(
-    "message", [m.RegisterAck(0, 1, 0, FleetState.RUNNING), m.Ping(1), m.RegisterAgain()]
+    "message",
+    [m.RegisterAck(0, 1, 0, FleetState.RUNNING), m.Ping(1), m.RegisterAgain(), m.Serving(True)],
 )
 def test_for_what_they_do_not_know_there_is_no_frame(message):
     assert released.encode(message) is None

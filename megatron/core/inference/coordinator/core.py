@@ -57,6 +57,7 @@ class Coordinator:
         self._turns: list[dict[bytes, None]] = [{} for _ in range(_CLIENT_PING_TICKS)]
         self._never_pinged: dict[bytes, None] = {}  # the released dialect has no pings
         self._ticks = 0
+        self._serving = False  # what clients were told
         self._handlers: dict[type, Handler] = {
             m.Connect: self._connect,
             m.SubmitRequest: self._submit,
@@ -128,7 +129,10 @@ class Coordinator:
             (self.settings.block_size_tokens or 0) if self.settings.prefix_caching else 0,
             self.fleet.weight_epoch,
         )
-        return [m.Send(peer, acknowledgement)]
+        effects: list[m.Effect] = [m.Send(peer, acknowledgement)]
+        if not released and not self.fleet.serving:
+            effects.append(m.Send(peer, m.Serving(False)))
+        return effects
 
     def _submit(self, peer: bytes, message: m.SubmitRequest, now: float) -> list[m.Effect]:
         if peer not in self._clients:
@@ -227,6 +231,10 @@ class Coordinator:
         effects = self.fleet.tick(self._ticks, now, message.stood_still)
         ping = m.Ping(self._ticks)
         effects += [m.Send(client, ping) for client in self._turns[self._ticks % len(self._turns)]]
+        if self.fleet.serving != self._serving:
+            self._serving = self.fleet.serving
+            told = m.Serving(self._serving)
+            effects += [m.Send(client, told) for turn in self._turns for client in turn]
         return effects
 
     def _sweep(self, peer: bytes, message: m.Sweep, now: float) -> list[m.Effect]:

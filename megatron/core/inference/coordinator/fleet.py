@@ -88,6 +88,11 @@ class Fleet:
         """How often the weights were updated."""
         return self.dispatcher.weight_epoch
 
+    @property
+    def serving(self) -> bool:
+        """Whether there is a replica for requests, and as many as were expected had come."""
+        return self.dispatcher.opened and len(self.ranks) > 0
+
     def check_integrity(self) -> None:
         """Compare everything that is counted with the records it is counted from.
 

@@ -47,6 +47,7 @@ class Header(IntEnum):
     RESYNC = 37
     DRAIN = 38
     DRAIN_ACK = 39
+    SERVING = 50
     DISCONNECT = 60
     SHUTDOWN = 61
 
@@ -277,6 +278,17 @@ class ConnectAck:
 
 
 @dataclass(slots=True)
+class Serving:
+    """Whether requests sent now would be served; a client that is told nothing takes it that so.
+
+    Attributes:
+        serving: A replica is there.
+    """
+
+    serving: bool
+
+
+@dataclass(slots=True)
 class Reply:
     """A client's answer."""
 
@@ -373,6 +385,7 @@ ToCoordinator = (
 )
 FromCoordinator = (
     ConnectAck
+    | Serving
     | Reply
     | RequestError
     | EngineRequest

@@ -129,6 +129,7 @@ class InferenceClient:
         self._started = False
         self._hashed = False
         self._block_size = 0
+        self._serving = True
 
     # --- connecting --------------------------------------------------------------------------
 
@@ -152,6 +153,16 @@ class InferenceClient:
             future.cancel()
         self.completion_futures.clear()
         self._link.close()
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why requests would not be served at present; None if they would, as far as is known.
+
+        A request may be sent nevertheless: it waits for a replica for a while.
+        """
+        if self._link.trouble is not None:
+            return self._link.trouble
+        return None if self._serving else f"the coordinator at {self.address} has no replica"
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -280,6 +291,9 @@ class InferenceClient:
             case m.ConnectAck(signal=signal, block_size=block_size):
                 self._block_size = block_size
                 self._hashed = routes_on_prefix(signal) and block_size > 0
+                self._serving = True  # else it says so next
+            case m.Serving(serving=serving):
+                self._serving = serving
             case m.RequestError():
                 future = self.completion_futures.get(message.client_request_id)
                 if future is not None and not future.done():
