@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import re
 
 import msgpack
 import pytest
@@ -18,6 +19,7 @@ from megatron.core.inference.coordinator.runtime.client import Overloaded, Reque
 from megatron.core.inference.coordinator.runtime.http.app import build_app
 from megatron.core.inference.coordinator.runtime.http.fields import TEMPLATE_ARGUMENTS
 from megatron.core.inference.coordinator.runtime.http.validation import GREEDY, sampling
+from megatron.core.inference.coordinator.runtime.released import failed_reply
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -195,6 +197,24 @@ def test_health_and_profile_are_megatrons():
     assert (status, body["status"], body["ready"]) == (200, "ok", True)
     assert ask(app_with(client), "/start_profile")[0] == 200
     assert client.profiling
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/health"])
+def test_health_says_why_requests_would_not_be_served_and_liveness_does_not(path):
+    client = Client()
+    app = app_with(client)
+    for reason in (None, "the coordinator has no replica", None):
+        client.unavailable = reason
+        status, body, _ = ask(app, path, method="GET")
+        assert (status, body["ready"]) == ((200, True) if reason is None else (503, False))
+        assert body.get("details") == reason
+        assert ask(app, f"{path}/live", method="GET")[:2] == (200, {"status": "ok"})
+
+
+def test_ids_begin_as_openais():
+    chats, completions = chat(app_with())[1]["id"], complete(app_with())[1]["id"]
+    assert re.fullmatch("chatcmpl-[0-9a-f]{32}", chats)
+    assert re.fullmatch("cmpl-[0-9a-f]{32}", completions)
 
 
 def test_a_chat_of_five_turns_keeps_its_tokens():
@@ -1002,6 +1022,14 @@ def test_a_completion_beyond_the_context():
     assert status == 400
     assert body["error"]["code"] == "context_length_exceeded"
     assert body["error"]["message"].startswith("This model's maximum context length was exceeded.")
+
+
+@pytest.mark.parametrize("ask_with", [chat, complete])
+def test_what_an_engine_refuses_is_said_without_the_name_that_it_has_on_the_wire(ask_with):
+    refused = failed_reply("this engine computes no log probabilities", transient=False)
+    status, body, _ = ask_with(app_with(Client(refused)))
+    assert status == 400
+    assert body == error("this engine computes no log probabilities")
 
 
 @pytest.mark.parametrize("ask_with", [chat, complete])

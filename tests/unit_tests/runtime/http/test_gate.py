@@ -227,7 +227,7 @@ def test_a_body_s_room_is_free_once_the_application_is_done_with_it():
     asyncio.run(talk())
 
 
-@pytest.mark.parametrize("path", ["/health", "/v1/health"])
+@pytest.mark.parametrize("path", ["/health", "/v1/health", "/health/live", "/v1/health/live"])
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_health_needs_no_key(path, method):
     answer, app, _ = ask(path, method=method)

@@ -92,6 +92,8 @@ def build_app(
     for blueprint in endpoints.__all__:
         app.register_blueprint(blueprint)
     _add_models(app, model_name)
+    _add_liveness(app)
+    app.before_request(_tell_trouble)
     app.before_request(_keep_out)
     app.before_request(_plan)
     app.after_request(_complete)
@@ -160,6 +162,16 @@ class AnswerJSON(DefaultJSONProvider):
         return _json(value)
 
 
+async def _tell_trouble() -> Response | None:
+    """Says in megatron-core's stead that requests would not be served, and why."""
+    if request.blueprint != "health_api":
+        return None
+    reason = getattr(current_app.config["client"], "unavailable", None)
+    if reason is None:
+        return None
+    return _json({"status": "error", "ready": False, "details": reason}, 503)
+
+
 async def _keep_out() -> None:
     """Refuses what the coordinator would not take from this front end, without a word."""
     if request.blueprint == "profile_api" and not current_app.config["MAY_CONTROL"]:
@@ -188,7 +200,8 @@ async def _complete(response: Response) -> Response:
     if work is not None and not work.finished:
         text = await response.get_data(as_text=True)
         if response.status_code >= 400 and not response.is_json:
-            response = _error(errors.of_released(response.status_code, text, work.failures()))
+            failures, refusals = work.failures(), work.refusals()
+            response = _error(errors.of_released(response.status_code, text, failures, refusals))
         elif response.status_code == 200:
             answer = jsons.loads(text)
             finish(answer, work, current_app.config["MODEL_NAME"])
@@ -223,6 +236,14 @@ def _error(error: ApiError) -> Response:
 
 def _json(value: Any, status: int = 200) -> Response:
     return Response(jsons.dumps(value), status=status, mimetype="application/json")
+
+
+def _add_liveness(app: Quart) -> None:
+    async def live() -> Response:
+        return _json({"status": "ok"})
+
+    for prefix in ("", "/v1"):
+        app.add_url_rule(f"{prefix}/health/live", f"live{prefix}", live)
 
 
 def _add_models(app: Quart, name: str) -> None:

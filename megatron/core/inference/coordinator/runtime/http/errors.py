@@ -155,13 +155,16 @@ def of_failure(failure: BaseException) -> ApiError:
     return ApiError(STATUS_OF_CODE.get(code, unlisted), message, code=code)
 
 
-def of_released(status: int, text: str, failures: Sequence[BaseException]) -> ApiError:
+def of_released(
+    status: int, text: str, failures: Sequence[BaseException], refusals: Sequence[str] = ()
+) -> ApiError:
     """The error behind a plain-text answer of megatron-core's endpoints.
 
     Args:
         status: The answer's HTTP status, 400 or above.
         text: Its body.
         failures: Exceptions of the request's futures, in order of submission.
+        refusals: What engines said of what they refused, to be said in the body's stead.
     """
     if failures:
         return of_failure(failures[0])
@@ -170,6 +173,8 @@ def of_released(status: int, text: str, failures: Sequence[BaseException]) -> Ap
             return invalid(param, text)
     if any(name in text for name in _OVERFLOWS):
         return _context_exceeded(text)
+    if refusals:
+        text = "; ".join(dict.fromkeys(refusals))
     return ApiError(status, text, code="inference_error" if status >= 500 else "invalid_value")
 
 

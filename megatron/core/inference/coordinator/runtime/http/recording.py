@@ -36,6 +36,20 @@ class Work:
         done = (future for _, future in self.submitted if future.done() and not future.cancelled())
         return [failure for future in done if (failure := future.exception()) is not None]
 
+    def refusals(self) -> list[str]:
+        """What engines said of requests that they refused for another reason than their length.
+
+        On the wire such a reason comes under the one name that released clients can read.
+        """
+        done = [future for _, future in self.submitted if future.done()]
+        replies = [f.result() for f in done if not f.cancelled() and f.exception() is None]
+        said = (event.get("payload") for reply in replies for event in reply.get("events") or ())
+        return [
+            payload["message"]
+            for payload in said
+            if isinstance(payload, dict) and payload.get("type") == "ContextOverflowError"
+        ]
+
     def usage(self, completion_tokens: int) -> dict[str, Any]:
         """OpenAI's usage: every prompt counts once, however many choices it has.
 
@@ -120,11 +134,13 @@ def _owner() -> str:
 
 
 def finish(answer: dict[str, Any], work: Work, model: str) -> None:
-    """Completes an endpoint's answer in place: model, usage, and log probabilities in step.
+    """Completes an endpoint's answer in place: id, model, usage, and log probabilities in step.
 
     The completions endpoint puts a None before the log probabilities of generated tokens also
     where there is no first prompt token that it could stand for.
     """
+    if answer["object"] == "text_completion":  # the chat endpoint does so itself
+        answer["id"] = f"cmpl-{answer['id'].replace('-', '')}"
     answer["model"] = model
     answer["usage"] = work.usage(answer["usage"]["completion_tokens"])
     for choice in answer["choices"]:
