@@ -27,6 +27,7 @@ from typing import Any
 
 from light_import import import_lightly
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before any import that asks a GPU, and takes its memory
 import_lightly()
 
 from megatron.core.inference.config import PrefixCachingEvictionPolicy  # noqa: E402

@@ -15,6 +15,7 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -453,6 +454,30 @@ def ended(process: psutil.Process) -> bool:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+@pytest.mark.parametrize("gpus", [None, "0,1"])
+def test_what_is_forked_sees_no_gpu_from_its_first_import_on(gpus, monkeypatch):
+    """Transformer Engine asks the device on import, which takes memory of it."""
+    fresh = forkserver.ForkServer()
+    monkeypatch.setattr(forkserver, "ensure_running", fresh.ensure_running)
+    monkeypatch.setattr(multiprocessing.get_context("forkserver"), "set_forkserver_preload", list)
+    if gpus is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "all")
+    warm_up()
+    try:
+        process = psutil.Process(fresh._forkserver_pid)
+        while "multiprocessing.forkserver" not in " ".join(process.cmdline()):
+            time.sleep(0.01)  # it is a fork of this process still
+        seen = process.environ()
+        assert seen["CUDA_VISIBLE_DEVICES"] == ""
+        assert seen["NVIDIA_VISIBLE_DEVICES"] == "all"
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == gpus
+    finally:
+        fresh._stop()
 
 
 def test_the_fork_server_is_one_for_all(shared):

@@ -63,6 +63,16 @@ def _no_key_file(monkeypatch) -> None:
     monkeypatch.delenv(keys.KEY_FILE_VARIABLE, raising=False)
 
 
+def test_no_gpu_is_seen_by_its_first_import(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    seen: list[str] = []
+    stub = ModuleType("light_import")
+    stub.import_lightly = lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+    monkeypatch.setitem(sys.modules, "light_import", stub)
+    load("run_coordinator")
+    assert seen == [""]
+
+
 # --- flags ---------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ from megatron.core.inference.coordinator.runtime import (
     stop_signal,
 )
 from megatron.core.inference.coordinator.runtime.http import access
+from megatron.core.inference.coordinator.runtime.http.front_ends import FrontEndError
 from megatron.core.inference.coordinator.runtime.http.limits import HttpSettings
 from megatron.core.inference.coordinator.settings import SettingsError
 from megatron.training.arguments import add_megatron_arguments
@@ -550,6 +552,7 @@ class Life:
         self.front_ends: list[tuple[tuple, dict]] = []
         self.others: list[tuple[str | None, bool]] = []
         self.front_end_failure: Exception | None = None
+        self.supervision: Future[None] = Future()
         self.rank = rank
         process = SimpleNamespace(stop=lambda: self.did.append("coordinator ended"))
         starts_it = rank == 0 and args.inference_coordinator_address is None
@@ -612,9 +615,18 @@ def life(monkeypatch, parsed) -> Callable[..., Life]:
         monkeypatch.setattr(http, "stop_text_gen_server", made.stop_text_gen_server)
         monkeypatch.setattr(http, "drain_text_gen_server", made.drain_text_gen_server)
         monkeypatch.setattr(serving, "gathered", made.gathered)
+        monkeypatch.setattr(http, "supervision", lambda: made.supervision)
         return made
 
     return make
+
+
+def test_a_rank_ends_with_the_reason_when_its_front_ends_are_given_up(life):
+    rank = life()
+    failure = FrontEndError("none can be kept alive")
+    with pytest.raises(FrontEndError, match="none can be kept alive"):
+        rank.live(lambda life: life.supervision.set_exception(failure))
+    assert rank.did[-3:] == ["front ends ended", "engine ended", "coordinator ended"]
 
 
 def test_what_a_newcomer_reads(life, capsys):

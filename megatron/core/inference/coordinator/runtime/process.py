@@ -19,7 +19,7 @@ from megatron.core.inference.coordinator.core import Coordinator
 from megatron.core.inference.coordinator.ledger import REQUEST_IDS
 from megatron.core.inference.coordinator.runtime import garbage, sockets
 from megatron.core.inference.coordinator.runtime.eventlog import log_to_stderr, render
-from megatron.core.inference.coordinator.runtime.fork_server import sigint_held, warm_up
+from megatron.core.inference.coordinator.runtime.fork_server import Child, warm_up
 from megatron.core.inference.coordinator.runtime.keys import Guard, Lock
 from megatron.core.inference.coordinator.runtime.loop import CoordinatorLoop
 from megatron.core.inference.coordinator.runtime.records import Books
@@ -230,19 +230,18 @@ class CoordinatorProcess:
         settings: What it is started with.
         tokenizer: See `CoordinatorLoop`.
 
+    Attributes:
+        process: multiprocessing's handle on it.
+
     Raises:
         CoordinatorDied: It did not come up; says why.
     """
 
     def __init__(self, settings: ProcessSettings, tokenizer: Any = None):
-        context = warm_up()
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(
-            target=run, args=(settings, tokenizer, theirs), name="coordinator", daemon=True
-        )
-        with sigint_held():
-            self.process.start()
-        theirs.close()
+        self._pipe, theirs = warm_up().Pipe()
+        with theirs:
+            self._child = Child(run, (settings, tokenizer, theirs), "coordinator")
+        self.process = self._child.process
         self._last_error: str | None = None
         self.address = self._wait_for_address()
 
@@ -252,22 +251,15 @@ class CoordinatorProcess:
         Raises:
             CoordinatorDied: It does not; the text holds its last error.
         """
-        if self.process.exitcode is None:
+        if self._child.alive:
             return
         self._read_pipe()
-        code = self.process.exitcode
-        cause = self._last_error or (
-            f"killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with {code}"
-        )
-        raise CoordinatorDied(f"the coordinator process (pid {self.process.pid}) died: {cause}")
+        cause = self._last_error or self._child.cause
+        raise CoordinatorDied(f"the coordinator process (pid {self._child.pid}) died: {cause}")
 
     def stop(self, seconds: float = 2.0) -> None:
         """End it: politely, then by force."""
-        self.process.terminate()
-        self.process.join(seconds)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+        self._child.stop(seconds)
 
     def _wait_for_address(self) -> str:
         deadline = time.monotonic() + _START_SECONDS

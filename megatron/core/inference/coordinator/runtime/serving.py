@@ -113,13 +113,21 @@ class Server:
             self._announce(urls)
 
     async def main_loop(self) -> None:
-        """The engine's loop runs as a task; wait for it, or for a signal."""
+        """The engine's loop runs as a task; wait for it, for a signal, or for front ends to fail.
+
+        Raises:
+            FrontEndError: No front end can be kept alive: nobody would be served any more.
+        """
         stopping = asyncio.create_task(self._stopping.wait())
         engine = self._setup.engine.engine_loop_task
-        await asyncio.wait({stopping, engine}, return_when=asyncio.FIRST_COMPLETED)
+        waited: set[asyncio.Future] = {stopping, engine}
+        if (front_ends := http.supervision()) is not None:
+            waited.add(asyncio.wrap_future(front_ends))
+        done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
-        if engine.done() and not engine.cancelled():
-            engine.result()
+        for each in done:
+            if not each.cancelled():
+                each.result()
 
     async def leave(self) -> None:
         """Nothing new: what engine and front ends have is answered, as far as the time goes.

@@ -4,6 +4,12 @@ from megatron.core.inference.coordinator.runtime.http.server import (
     drain_text_gen_server,
     start_text_gen_server,
     stop_text_gen_server,
+    supervision,
 )
 
-__all__ = ["drain_text_gen_server", "start_text_gen_server", "stop_text_gen_server"]
+__all__ = [
+    "drain_text_gen_server",
+    "start_text_gen_server",
+    "stop_text_gen_server",
+    "supervision",
+]
