@@ -50,6 +50,7 @@ class DummyContext:
 
     def __init__(self, prefix_caching: bool = True):
         self.enable_prefix_caching = prefix_caching
+        self.is_hybrid_model, self.mamba_slot_allocator = False, None
         self.block_size_tokens = BLOCK
         self.max_requests = 8
         self.prefix_caching_eviction_policy = LRU
@@ -65,6 +66,9 @@ class DummyContext:
     def add_request(self, request: Any, prefill_chunk_length: int | None = None) -> None:
         """Schedule a chunk; a test says beforehand how much of it is skipped."""
         self.prefix_cache_prefill_skipped_tokens += self.skips.popleft() if self.skips else 0
+
+    def release_memory_blocks_from_request_indexes(self, rows: Any) -> None:
+        """Nothing holds a block here."""
 
     def set_ep_zmq_communicator(self, communicator: Any) -> None:
         self.ep_communicator = communicator

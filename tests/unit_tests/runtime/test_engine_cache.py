@@ -369,6 +369,150 @@ def test_random_conversations_give_the_answers_of_a_full_recompute(
             histories[n] = histories[n] + answer + addition
 
 
+@pytest.fixture
+def _room_is_made(monkeypatch):
+    """Paused requests go on where cached blocks can be evicted, as `patch` sees to."""
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+
+    from megatron.core.inference.coordinator.runtime import engine_mending
+
+    ours = engine_mending.resume_paused_requests
+    monkeypatch.setattr(DynamicInferenceContext, "resume_paused_requests", ours)
+
+
+def dangling(allocator, family) -> list[int]:
+    """Registered blocks that extend one that is not: a look-up of such a block ends the engine."""
+    registered = allocator.kv_hash_to_block_id
+    parents = {family.parent_of[key] for key in registered}
+    return [parent for parent in parents if parent and parent not in registered]
+
+
+@pytest.mark.usefixtures("_room_is_made")
+@pytest.mark.parametrize("mode", ["", "persist", "offload", "recompute"])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_no_block_is_registered_without_its_ancestors(
+    mode, chunked, cpu_engine, kv_mode, recomputed
+):
+    """Conversations in a cache that is too small, with preemptions, suspends and epochs."""
+    source = random.Random(7)
+    engine = cpu_engine(
+        buffer_size_gb=31 * BLOCK * 8192 / 2**30,
+        max_requests=8,
+        enable_chunked_prefill=chunked,
+        **({"max_tokens": 64} if chunked else {}),
+        **kv_mode(mode),
+    )
+    rig, allocator = Rig(engine, keeps_generated=True), engine.context.kv_block_allocator
+    family = Family(allocator)
+    listener = Listener(Family(allocator, lambda: rig._epoch))
+    histories = [[source.randrange(32, 120) for _ in range(36)] for _ in range(6)]
+    for turn in range(3):
+        ids = {rig.add(h, num_tokens_to_generate=100): n for n, h in enumerate(histories)}
+        step, interrupted = 0, source.randrange(20, 90)
+        while engine.has_unfinished_requests():
+            rig.step()
+            step += 1
+            if step == interrupted:
+                with suspended(engine, mode):
+                    pass
+                rig.update()
+            listener.hear(rig.cache.events())
+            assert dangling(allocator, family) == [], f"turn {turn}, step {step}"
+            assert listener.held <= table(rig)
+        for request_id, n in ids.items():
+            answer = rig.answers[request_id]
+            assert answer == recomputed(histories[n], answer)
+            histories[n] = (histories[n] + answer)[: source.randrange(20, 150)] + [33] * 5
+    assert engine.evicted_request_count > 3
+    assert rig.cache.found == {}
+
+
+@pytest.mark.usefixtures("_room_is_made")
+def test_what_a_preempted_or_resumed_request_generated_is_found_as_well(
+    cpu_engine, kv_mode, recomputed
+):
+    rig = Rig(cpu_engine(**kv_mode("recompute")), keeps_generated=True)
+    request_id = rig.add(PROMPT, num_tokens_to_generate=60)
+    for _ in range(30):
+        rig.step()
+    with suspended(rig.engine, "recompute"):
+        pass
+    rig.update()
+    rig.run()
+    skipped, (history, following) = skipped_in_the_next_turn(rig, PROMPT, rig.answers[request_id])
+    assert skipped == (len(PROMPT) + 59) // BLOCK * BLOCK
+    assert following == recomputed(history, following)
+
+
+# --- requests of others, and other starts --------------------------------------------------------
+
+
+def test_an_engine_that_starts_again_is_watched_once_and_tells_its_new_watcher(cpu_engine):
+    engine = cpu_engine()
+    old = Rig(engine)
+    old.cache.events()
+    rigs = [Rig(engine, keeps_generated=n % 2 == 1) for n in range(5)]
+    calls = []
+    family = Family(engine.context.kv_block_allocator)
+    listener = Listener(family)
+    register = engine.context.kv_block_allocator.register_kv_block_hashes
+    engine.context.kv_block_allocator.register_kv_block_hashes = lambda *args: (
+        calls.append(args),
+        register(*args),
+    )
+    rigs[-1].ask(PROMPT)
+    listener.hear(rigs[-1].cache.events())
+    assert listener.held == table(rigs[-1]) != set()
+    assert old.cache.events() is None
+    assert len(calls) == 1
+
+
+def test_requests_past_the_coordinator_leave_nothing_behind(cpu_engine, generate):
+    """`generate` without a coordinator: nobody takes a request and nobody says that it left."""
+    rig = Rig(cpu_engine(), keeps_generated=True)
+    generate(rig.engine, [PROMPT, PROMPT[:40]], 3)
+    rig.engine.add_request(7, PROMPT, SamplingParams(**GREEDY))
+    rig.update()
+    rig.run()
+    assert rig.cache.found == {}
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_request_s_event_number_is_that_of_its_first_chunk(chunked, cpu_engine):
+    """Its own chunks are no change of the cache that a prediction could have missed."""
+    fields = {"enable_chunked_prefill": True, "max_tokens": 128, "max_requests": 4}
+    rig = Rig(cpu_engine(**(fields if chunked else {})))
+    seen = rig.cache.events().count
+    request_id = rig.add([32 + (7 * i) % 90 for i in range(400)])
+    found = rig.cache.found[request_id]
+    while rig.engine.has_unfinished_requests():
+        rig.step()
+        rig.cache.events()
+    assert found.event_number == seen
+
+
+# --- tensors of inference mode -------------------------------------------------------------------
+
+
+def captured(engine) -> None:
+    """What the capture of each CUDA graph ends with."""
+    with torch.inference_mode():
+        engine.context.reset()
+
+
+def test_a_cache_of_inference_tensors_begins_an_epoch_outside_that_mode(cpu_engine, generate):
+    engine = cpu_engine()
+    captured(engine)
+    assert engine.context.kv_block_allocator.block_bag.is_inference()
+    generate(engine, [PROMPT], 3)
+    rig = Rig(engine)  # drops what is cached
+    assert table(rig) == set()
+    rig.ask(PROMPT)
+    assert table(rig)
+    rig.update()
+    assert table(rig) == set()
+
+
 # --- events --------------------------------------------------------------------------------------
 
 
@@ -503,6 +647,108 @@ def test_a_listener_that_was_there_before_still_hears(cpu_engine):
     engine.context.kv_block_allocator.on_blocks_deregistered = lambda ids, keys: heard.append(keys)
     Rig(engine).ask(PROMPT)
     assert set().union(*heard)
+
+
+# --- hybrid models -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hybrid_context(built_in_model):
+    """`hybrid_context(gigabytes)`: a context of a hybrid model, with a cache of Mamba states."""
+    from megatron.core.inference.config import (
+        InferenceConfig,
+        KVCacheManagementMode,
+        MambaInferenceStateConfig,
+        PrefixCachingEvictionPolicy,
+    )
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+    from megatron.core.utils import get_model_config
+
+    states = MambaInferenceStateConfig(
+        layer_type_list=["M", "*", "M", "*"],
+        conv_states_shape=(8, 4),
+        ssm_states_shape=(2, 4, 8),
+        conv_states_dtype=torch.float32,
+        ssm_states_dtype=torch.float32,
+        mamba_chunk_size=BLOCK,
+    )
+
+    def make(gigabytes: float | None):
+        config = InferenceConfig(
+            block_size_tokens=BLOCK,
+            buffer_size_gb=0.02,
+            max_requests=8,
+            max_tokens=256,
+            max_sequence_length=256,
+            enable_prefix_caching=True,
+            prefix_caching_eviction_policy=PrefixCachingEvictionPolicy.LRU,
+            prefix_caching_mamba_gb=gigabytes,
+            mamba_inference_state_config=states,
+            kv_cache_management_mode=KVCacheManagementMode.RECOMPUTE,
+        )
+        return DynamicInferenceContext(get_model_config(built_in_model), config)
+
+    return make
+
+
+def test_the_cache_of_mamba_states_keeps_its_place_and_removals_are_told(hybrid_context):
+    """It takes the allocator's only slot for a listener anew at each resume that recomputes."""
+    from megatron.core.inference.coordinator.runtime.kv_reporter import KvReporter
+
+    context = hybrid_context(0.001)
+    allocator = context.kv_block_allocator
+    listener = allocator.on_blocks_deregistered
+    reporter = KvReporter(context)
+    assert allocator.on_blocks_deregistered == listener
+    for keys in ([11, 12, 13], [21, 22, 23]):
+        ids = allocator.allocate_memory_blocks(3)
+        allocator.register_kv_block_hashes(ids.tolist(), keys, [0, *keys[:-1]])
+        context.step_count += 1
+        allocator.release_memory_blocks(ids)
+        told = np.frombuffer(reporter.flush().events, "<i8").tolist()
+        assert told == [CLEARED, *keys]
+        allocator.evict_lru_blocks(2)
+        told = np.frombuffer(reporter.flush().events, "<i8").tolist()
+        assert told == [-keys[1], -keys[2]]
+        context.deallocate_inference_state_buffers()
+        context.reinitialize_inference_state_buffers()
+
+
+@pytest.mark.parametrize(("gigabytes", "spares"), [(0.001, True), (None, False)])
+def test_blocks_of_a_hybrid_model_without_its_states_spare_nothing(
+    gigabytes, spares, hybrid_context
+):
+    from megatron.core.inference.coordinator.runtime.engine_cache import EngineCache
+
+    cache = EngineCache(hybrid_context(gigabytes))
+    assert cache.spares_prefill is spares
+    assert (cache.events() is not None) is spares
+
+
+def test_mamba_states_without_a_slot_are_left_out_and_the_last_blocks_come_first(
+    hybrid_context, monkeypatch
+):
+    from megatron.core.inference.coordinator.runtime import engine_mending
+
+    slots = hybrid_context(0.001).mamba_slot_allocator
+    references = slots.context.kv_block_allocator.block_ref_counts
+    references[:20] = 1
+    slots.free_count = 0
+    slots.block_to_slot[:5] = torch.arange(5)  # all in use
+    with pytest.raises(RuntimeError, match="No evictable"):
+        slots.allocate_slots_batch([10])
+    collected = [10, 11, 3], [0, 1, 2], [12, 13], [0, 1], [110, 111, 103, 112, 113]
+    monkeypatch.setattr(engine_mending, "_released_collect", lambda self: collected)
+    assert engine_mending.collect_commit_data(slots) == ([3], [2], [], [], [103])
+    slots.block_to_slot[[30, 31]] = torch.tensor([5, 6], dtype=torch.int32)  # idle
+    kept = engine_mending.collect_commit_data(slots)
+    assert kept == ([3], [2], [12, 13], [0, 1], [103, 112, 113])
+    slots.free_count = 1
+    kept = engine_mending.collect_commit_data(slots)
+    assert kept == ([11, 3], [1, 2], [12, 13], [0, 1], [111, 103, 112, 113])
+    slots.allocate_slots_batch(kept[0] + kept[2])
+    monkeypatch.setattr(engine_mending, "_released_collect", lambda self: None)
+    assert engine_mending.collect_commit_data(slots) is None
 
 
 # --- chains --------------------------------------------------------------------------------------
@@ -774,7 +1020,7 @@ def test_the_order_in_which_blocks_are_deregistered_says_nothing():
         stored_by(cache, [1, 2, 3], [1, 2, 4], [1, 5])
         keys = list(cache.allocator.kv_hash_to_block_id)
         random.Random(seed).shuffle(keys)
-        cache.allocator.on_blocks_deregistered([], keys)
+        cache.reporter._note_deregistered(keys)
         events.add(tuple(events_of(cache)))
     assert len(events) == 1
 

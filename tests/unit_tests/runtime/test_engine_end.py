@@ -777,7 +777,9 @@ def test_watching_again_after_a_restart_counts_once():
     old = engine.end
     engine._prefix_routing = EngineEnd(EngineCache(engine.context))
     engine.context.skips.append(8)
-    engine.context.add_request(SimpleNamespace(request_id=1))
+    request = SimpleNamespace(request_id=1, precomputed_block_hashes=[])
+    engine.end.cache.take(request)
+    engine.context.add_request(request)
     assert old.cache.found == {}
     assert engine.end.cache.leave(1).skipped == 8
 

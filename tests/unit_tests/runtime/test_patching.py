@@ -47,7 +47,11 @@ NAMES = [
     (f"{INFERENCE}.engines.dynamic_engine:DynamicInferenceEngine", "async_bookkeep"),
     (f"{INFERENCE}.engines.dynamic_engine:DynamicInferenceEngine", "_handle_failed_request"),
     (f"{INFERENCE}.engines.dynamic_engine:DynamicInferenceEngine", "shutdown"),
+    (f"{INFERENCE}.engines.dynamic_engine:DynamicInferenceEngine", "suspend"),
     (f"{INFERENCE}.contexts.dynamic_context:DynamicInferenceContext", "resume_paused_requests"),
+    (f"{INFERENCE}.contexts.dynamic_context:DynamicInferenceContext", "initialize_all_tensors"),
+    (f"{INFERENCE}.contexts.dynamic_context:DynamicInferenceContext", "reset"),
+    (f"{INFERENCE}.contexts.mamba_slot_allocator:MambaSlotAllocator", "_collect_commit_data"),
 ]
 
 

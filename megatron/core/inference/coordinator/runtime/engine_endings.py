@@ -6,6 +6,7 @@ The functions that take `self` take the place of the released engine's methods (
 import asyncio
 from typing import Any
 
+import torch
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine, EngineState
 from megatron.core.inference.inference_request import Status
 
@@ -13,6 +14,7 @@ from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.lifecycle import Signal
 from megatron.core.inference.coordinator.runtime import released, wire
 from megatron.core.inference.coordinator.runtime.engine_end import EngineEnd
+from megatron.core.inference.coordinator.runtime.engine_mending import forget_pending_logits
 
 _released_step = DynamicInferenceEngine.async_step
 _released_reset = DynamicInferenceEngine.reset
@@ -75,11 +77,14 @@ async def async_step(self: Any) -> Any:
 def reset(self: Any) -> None:
     """The released reset; under a coordinator, what is in flight is answered with an error.
 
+    The released one keeps what asynchronous scheduling forwarded last; that is dropped, too.
+
     The engine stays what the coordinator told it to be, and its cache is told to be empty. In the
     middle of a step it takes effect when the step is through.
     """
     end: EngineEnd | None = getattr(self, "_prefix_routing", None)
     if end is None or not self.use_coordinator:
+        forget_pending_logits(self)
         _released_reset(self)
         return
     if end.stepping:
@@ -94,7 +99,9 @@ def reset(self: Any) -> None:
             body = wire.pack(reply)
             end.reply([m.Answer(request_id, Status.FAILED.name, 0, end.cache.epoch, body)])
         self.requests[request_id].future.cancel()
-    _released_reset(self)
+    forget_pending_logits(self)
+    with torch.inference_mode():
+        _released_reset(self)
     vars(self).update(kept)
     end.tell_events()
 

@@ -9,7 +9,8 @@ block without the one that it extends. That rests on two habits of the engine: a
 after its parent, and deregistered no later than it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -19,6 +20,26 @@ from megatron.core.inference.config import AsyncScheduleMode
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.hashing import rekeyed
 from megatron.core.inference.coordinator.kv_events import BREAK, CLEARED, pack_events
+
+
+class _Watch(partial):
+    """A method of ours that stands for another one, which is its first argument."""
+
+
+def watch(owner: Any, name: str, ours: Callable[..., Any]) -> None:
+    """Call `ours(method, ...)` wherever an object's method would be called.
+
+    An earlier watch of ours is replaced, so that an engine that starts again is watched once.
+
+    Args:
+        owner: The object.
+        name: Its method.
+        ours: Takes the method, then the method's arguments.
+    """
+    method = getattr(owner, name)
+    if isinstance(method, _Watch):
+        (method,) = method.args
+    setattr(owner, name, _Watch(ours, method))
 
 
 class KvReporter:
@@ -89,6 +110,7 @@ class KvReporter:
         self.epoch = epoch
         self._deregister_idle()
 
+    @torch.inference_mode()  # capturing CUDA graphs leaves the allocator an inference tensor
     def _deregister_idle(self) -> None:
         allocator = self._allocator
         idle = (allocator.block_ref_counts == 0) & (allocator.block_hashes != -1)
@@ -100,27 +122,29 @@ class KvReporter:
         self._pending = [CLEARED]
 
     def _watch(self) -> None:
-        """Hear of every change, before whoever listens already."""
-        allocator = self._allocator
-        register, reset = allocator.register_kv_block_hashes, allocator.reset
-        listener = allocator.on_blocks_deregistered
+        """Hear of every change.
 
-        def register_and_note(block_ids: list, keys: list, parents: list | None = None) -> None:
-            register(block_ids, keys, parents)
-            self._note_registered(keys, parents or [0] * len(keys))
+        The allocator's own slot for a listener is left alone: a hybrid model's cache of Mamba
+        states sits there, and takes it again after each resume that recomputes.
+        """
+        watch(self._allocator, "register_kv_block_hashes", self._register_and_note)
+        watch(self._allocator, "_deregister_blocks", self._deregister_and_note)
+        watch(self._allocator, "reset", self._reset_and_note)
 
-        def reset_and_note() -> None:
-            reset()
-            self._note_cleared()
+    def _register_and_note(
+        self, register: Any, block_ids: list, keys: list, parents: list | None = None
+    ) -> None:
+        register(block_ids, keys, parents)
+        self._note_registered(keys, parents or [0] * len(keys))
 
-        def note_and_pass_on(block_ids: list, keys: set) -> None:
-            self._note_deregistered(keys)
-            if listener is not None:
-                listener(block_ids, keys)
+    def _deregister_and_note(self, deregister: Any, block_ids: torch.Tensor) -> None:
+        keys = self._allocator.block_hashes[block_ids.to(torch.int64)].tolist()
+        deregister(block_ids)
+        self._note_deregistered(set(keys))
 
-        allocator.register_kv_block_hashes = register_and_note
-        allocator.reset = reset_and_note
-        allocator.on_blocks_deregistered = note_and_pass_on
+    def _reset_and_note(self, reset: Any) -> None:
+        reset()
+        self._note_cleared()
 
     def _note_registered(self, keys: Iterable[int], parents: Iterable[int]) -> None:
         if self.key_epoch != self.epoch:
@@ -133,7 +157,7 @@ class KvReporter:
                 self._registrations += 1
                 self._computing[key] = self._context.step_count
 
-    def _note_deregistered(self, keys: Iterable[int]) -> None:
+    def _note_deregistered(self, keys: set[int]) -> None:
         known = [key for key in keys if key in self._registered]
         self._tell_removed(key for key in known if key not in self._computing)
         for key in known:

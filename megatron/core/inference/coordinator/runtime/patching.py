@@ -16,6 +16,8 @@ _INFERENCE = "megatron.core.inference"
 _SERVER = f"{_INFERENCE}.text_generation_server.dynamic_text_gen_server"
 
 _RESUME = "resume_paused_requests"
+_INITIALIZE = "initialize_all_tensors"
+_COLLECT = "_collect_commit_data"
 _START = "start_listening_to_data_parallel_coordinator"
 
 _replaced: list[tuple[Any, str, Any]] = []
@@ -89,6 +91,7 @@ def unpatch() -> None:
 
 def _replacements() -> list[tuple[Any, str, Any]]:
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+    from megatron.core.inference.contexts.mamba_slot_allocator import MambaSlotAllocator
     from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 
     from megatron.core.inference.coordinator.runtime import (
@@ -115,7 +118,11 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (DynamicInferenceEngine, "async_step", engine_endings.async_step),
         (DynamicInferenceEngine, "reset", engine_endings.reset),
         (DynamicInferenceEngine, "shutdown", engine_endings.shutdown),
+        (DynamicInferenceEngine, "suspend", engine_mending.suspend),
         (DynamicInferenceContext, _RESUME, engine_mending.resume_paused_requests),
+        (DynamicInferenceContext, _INITIALIZE, engine_mending.initialize_all_tensors),
+        (DynamicInferenceContext, "reset", engine_mending.reset_context),
+        (MambaSlotAllocator, _COLLECT, engine_mending.collect_commit_data),
         *_http_replacements(),
     ]
 
