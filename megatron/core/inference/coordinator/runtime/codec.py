@@ -85,8 +85,16 @@ class Codec:
             self.forget(next(iter(self._passers_by)))
 
     def _listen(self, peer: bytes, message: m.ToCoordinator, is_released: bool) -> None:
-        """Learn how a peer speaks from its first message, or from how it comes or goes."""
+        """Learn how a peer speaks from its first message, or from how it comes or goes.
+
+        An engine of ours is not remembered: nobody may ever say that it went, and an unknown peer
+        is spoken to as it is.
+        """
         known = self._dialects.get(peer)
+        if isinstance(message, m.Register) and not is_released:
+            if known is not None and not known.introduced:
+                self.forget(peer)
+            return
         introduces = isinstance(message, m.Connect | m.Register)
         if known is None or (introduces and not known.introduced):
             known = _Dialect(is_released, introduces)
