@@ -263,11 +263,14 @@ def test_requests_and_a_new_generation_epoch_of_one_drain_are_taken_in_order(pat
     assert weight_epoch == 1
 
 
-def test_a_reset_answers_what_is_in_flight_with_an_error(patched, cpu_engine):
+@pytest.mark.parametrize("scheduling", ["legacy", "async"])
+def test_a_reset_answers_what_is_in_flight_with_an_error(scheduling, patched, cpu_engine):
+    from megatron.core.inference.config import AsyncScheduleMode
+
     from megatron.core.inference.coordinator.runtime.client import InferenceClient
 
     async def run() -> list[dict]:
-        engine = cpu_engine()
+        engine = cpu_engine(async_sched_mode=AsyncScheduleMode(scheduling))
         async with coordinated(engine) as address:
             client = InferenceClient(address)
             async with connected(client):
@@ -288,13 +291,14 @@ def test_a_reset_answers_what_is_in_flight_with_an_error(patched, cpu_engine):
     assert (after["status"], after["num_cached_tokens"]) == ("COMPLETED", 0)
 
 
+@pytest.mark.parametrize("scheduling", ["legacy", "async"])
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
 def test_a_weight_update_loses_nothing_and_old_kv_is_not_reused(
-    mode, patched, cpu_engine, built_in_model, recomputed
+    mode, scheduling, patched, cpu_engine, built_in_model, recomputed
 ):
     """Pause, suspend, update, new epoch, resume, with requests in flight; the whole way."""
     import torch
-    from megatron.core.inference.config import KVCacheManagementMode
+    from megatron.core.inference.config import AsyncScheduleMode, KVCacheManagementMode
 
     from megatron.core.inference.coordinator.runtime.client import InferenceClient
 
@@ -302,7 +306,11 @@ def test_a_weight_update_loses_nothing_and_old_kv_is_not_reused(
     before = weight.detach().clone()
 
     async def run() -> tuple[dict, list[dict]]:
-        engine = cpu_engine(kv_cache_management_mode=KVCacheManagementMode(mode), max_requests=4)
+        engine = cpu_engine(
+            kv_cache_management_mode=KVCacheManagementMode(mode),
+            async_sched_mode=AsyncScheduleMode(scheduling),
+            max_requests=4,
+        )
         async with coordinated(engine) as address:
             client = InferenceClient(address)
             async with connected(client):
@@ -482,3 +490,68 @@ def test_a_lone_request_goes_on_when_lru_has_filled_the_cache(patched, cpu_engin
     prompts = [[65 + i, *range(32, 32 + 153 - i), *range(i)] for i in range(6)]
     answers = [generate(engine, [prompt[:154]], 9)[0] for prompt in prompts]
     assert [len(answer) for answer in answers] == [9] * 6
+
+
+SMALL = {"buffer_size_gb": 41 * 16 * 8192 / 2**30, "max_requests": 4}
+DIFFERENT = [[65 + i] * 100 for i in range(12)]  # more than the small cache holds
+
+
+@pytest.mark.parametrize("built_in_mode", [False, True])
+@pytest.mark.parametrize("before_patching", [False, True])
+def test_an_engine_whose_graphs_were_captured_evicts_and_updates(
+    built_in_mode, before_patching, cpu_engine, generate
+):
+    """Capture makes inference tensors; others on the event loop do not run in inference mode."""
+    import torch
+    from megatron.core.inference.config import KVCacheManagementMode
+
+    from megatron.core.inference import coordinator
+    from megatron.core.inference.coordinator.runtime.client import InferenceClient
+
+    def warm_engine():
+        recompute = {"kv_cache_management_mode": KVCacheManagementMode.RECOMPUTE}
+        with torch.inference_mode(built_in_mode):
+            engine = cpu_engine(**SMALL, **recompute)
+        with torch.inference_mode():
+            engine.context.reset()  # what the capture of each CUDA graph ends with
+        return engine
+
+    async def run(engine) -> list[dict]:
+        async with coordinated(engine) as address:
+            client = InferenceClient(address)
+            async with connected(client):
+                replies = [await answer_of(client, prompt) for prompt in DIFFERENT]
+                client.pause_engines()
+                await reached(engine, "PAUSED")
+                client.set_generation_epoch(1)
+                client.suspend_engines()
+                await reached(engine, "SUSPENDED")
+                client.resume_engines()
+                await reached(engine, "RESUMED")
+                client.unpause_engines()
+                replies += [await answer_of(client, prompt) for prompt in DIFFERENT]
+                assert not torch.is_inference_mode_enabled()
+                assert engine.context.request_ids.is_inference() is (
+                    built_in_mode or before_patching
+                )
+                return replies
+
+    engine = warm_engine() if before_patching else None
+    coordinator.patch(coordinator.RoutingSettings())
+    try:
+        replies = asyncio.run(run(engine or warm_engine()))
+    finally:
+        coordinator.unpatch()
+    assert [reply["status"] for reply in replies] == ["COMPLETED"] * 24
+
+
+def test_an_engine_whose_graphs_were_captured_evicts_without_a_coordinator(
+    patched, cpu_engine, generate
+):
+    import torch
+
+    engine = cpu_engine(**SMALL)
+    with torch.inference_mode():
+        engine.context.reset()
+    answers = [generate(engine, [prompt], 3)[0] for prompt in DIFFERENT]
+    assert [len(answer) for answer in answers] == [3] * 12

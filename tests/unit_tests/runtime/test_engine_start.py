@@ -223,12 +223,15 @@ def test_signals_stop_all_replicas_and_they_disconnect():
         assert (engine._generation_epoch, engine.end.cache.epoch) == (9, 2)
 
 
-@pytest.mark.parametrize("caching", [True, False])
-def test_a_registration_tells_what_the_coordinator_must_know(caching):
+@pytest.mark.parametrize(("caching", "hybrid"), [(True, False), (False, False), (True, True)])
+def test_a_registration_tells_what_the_coordinator_must_know(caching, hybrid, caplog):
+    """A hybrid model without a cache of its Mamba states holds nothing that spares prefill."""
     context = zmq.Context()
     router = sockets.router(context)
     address = bind(router, "127.0.0.1", 0)
     engines = [DummyEngine(groups, DummyContext(caching)) for groups in make_groups(dp=2)]
+    for engine in engines:
+        engine.context.is_hybrid_model = hybrid
     received: list[tuple[bytes, m.Register]] = []
 
     def acknowledge() -> None:
@@ -254,7 +257,8 @@ def test_a_registration_tells_what_the_coordinator_must_know(caching):
     assert (first.dp_rank, second.dp_rank) == (0, 1)
     assert first.replica == second.replica
     assert first.replica.startswith("test-")
-    block = BLOCK if caching else 0
+    block = BLOCK if caching and not hybrid else 0
+    assert caplog.text.count("prefix_caching_spares_nothing") == 2 * hybrid
     assert first == m.Register(1, first.replica, 0, 0, 8, block, 100, "lru")
     assert sorted(peer for peer, _ in received) == [
         f"engine-{first.replica}-{rank}-1".encode() for rank in (0, 1)

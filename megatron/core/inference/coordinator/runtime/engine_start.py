@@ -8,7 +8,9 @@ import asyncio
 import hashlib
 import logging
 import os
+import types
 import uuid
+from collections.abc import Coroutine, Generator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -102,7 +104,11 @@ async def start_listening_to_data_parallel_coordinator(
         ring = keys.ring_to_join(address, access_settings())
     elif self.is_dp_coordinator:
         settings = _process_settings(
-            self, hostname or host, inference_coordinator_port, coordinator_schedule_output_path
+            self,
+            end,
+            hostname or host,
+            inference_coordinator_port,
+            coordinator_schedule_output_path,
         )
         try:
             address, ring = _start_coordinator(self, end, settings)
@@ -129,9 +135,37 @@ async def start_listening_to_data_parallel_coordinator(
     end.catch_up(self.state, state)
     _connect_barriers(self, host)
     self.engine_loop_task = get_asyncio_loop(loop).create_task(
-        self.run_engine_with_coordinator(loop=loop)
+        _run_in_inference_mode(self.run_engine_with_coordinator(loop=loop))
     )
     return address
+
+
+async def _run_in_inference_mode(loop: Coroutine[Any, Any, None]) -> None:
+    """The engine's loop, as upstream's tool runs it.
+
+    Capturing CUDA graphs leaves the engine inference tensors that nobody may change outside that
+    mode, and the released loop enters it for a forward pass only.
+    """
+    await _in_inference_mode(loop)
+
+
+@types.coroutine
+def _in_inference_mode(coroutine: Coroutine[Any, Any, None]) -> Generator[Any, Any, None]:
+    """Run a coroutine in inference mode, which is the thread's, and leave it at every await.
+
+    Otherwise what else runs on the event loop, a trainer for example, would be in it as well.
+    """
+    resume, argument = coroutine.send, None
+    while True:
+        with torch.inference_mode():
+            try:
+                awaited = resume(argument)
+            except StopIteration:
+                return
+        try:
+            resume, argument = coroutine.send, (yield awaited)
+        except BaseException as error:
+            resume, argument = coroutine.throw, error
 
 
 def _start_coordinator(
@@ -150,18 +184,24 @@ def _cache_of(engine: Any) -> EngineCache:
             "generated tokens cannot be kept with speculative decoding, whose drafts have KV as "
             f"well; leave out {flag('generated_tokens')}"
         )
-    return EngineCache(engine.context, keeps_generated=keeps)
+    cache = EngineCache(engine.context, keeps_generated=keeps)
+    if engine.context.enable_prefix_caching and not cache.spares_prefill:
+        logger.warning(
+            "prefix_caching_spares_nothing reason='a hybrid model needs its Mamba states as well, "
+            "and none are kept' set='--inference-dynamic-batching-prefix-caching-mamba-gb'"
+        )
+    return cache
 
 
 def _process_settings(
-    engine: Any, host: str, port: int | None, schedule_path: str | None
+    engine: Any, end: EngineEnd, host: str, port: int | None, schedule_path: str | None
 ) -> ProcessSettings:
     context = engine.context
     core = CoordinatorSettings(
         routing=_routing_of(context),
         fleet=fleet_settings(),
         expected_ranks=get_pg_size(engine.pg_collection.dp),
-        prefix_caching=context.enable_prefix_caching,
+        prefix_caching=end.cache.spares_prefill,
         block_size_tokens=context.block_size_tokens,
         max_requests=context.max_requests,
         eviction=context.prefix_caching_eviction_policy,
@@ -293,7 +333,7 @@ def _register(
         dp_rank=dp_rank,
         weight_epoch=end.cache.epoch,
         max_requests=context.max_requests,
-        block_size=context.block_size_tokens if context.enable_prefix_caching else 0,
+        block_size=context.block_size_tokens if end.cache.spares_prefill else 0,
         total_blocks=context.kv_block_allocator.total_count,
         eviction=context.prefix_caching_eviction_policy.value,
     )
