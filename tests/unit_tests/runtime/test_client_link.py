@@ -154,6 +154,7 @@ def test_a_coordinator_that_has_given_it_up_is_connected_with_anew():
 
 def test_what_was_answered_before_the_connection_broke_is_delivered():
     async def main(coordinator: Restarted, client: InferenceClient) -> None:
+        await served_again(client)  # whatever comes with the connection has been taken
         future = ask(client)
         deadline = time.monotonic() + SECONDS
         while not client._link._connection.socket.poll(10):  # it is here, and nobody has looked

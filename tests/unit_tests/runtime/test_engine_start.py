@@ -103,6 +103,7 @@ def _made_up_groups(monkeypatch) -> None:
         lambda found, value, group: found.__setitem__(slice(None), [value] * len(group.ranks)),
     )
     monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=None))
+    monkeypatch.setattr(engine_start, "_parsed_arguments", dict)  # other tests leave some behind
     monkeypatch.setattr(engine_step, "_released_bookkeep", released_bookkeep)
     monkeypatch.setattr(engine_endings, "_released_reset", released_reset)
     monkeypatch.setattr(engine_start, "_REGISTER_SECONDS", 5.0)

@@ -16,6 +16,7 @@ from megatron.core.inference.coordinator.core import Coordinator
 from megatron.core.inference.coordinator.runtime import garbage, sockets, wire
 from megatron.core.inference.coordinator.runtime.loop import CoordinatorLoop
 from megatron.core.inference.coordinator.runtime.records import Books
+from megatron.core.inference.coordinator.settings import RecordSettings
 
 WAIT_MS = 5000
 
@@ -106,7 +107,7 @@ def running_loop(record: str) -> Iterator[tuple[CoordinatorLoop, zmq.Context, st
     router = sockets.router(context)
     router.bind("tcp://127.0.0.1:*")
     address = router.getsockopt_string(zmq.LAST_ENDPOINT)
-    books = Books(make_settings(), None, record)
+    books = Books(make_settings(), None, RecordSettings(record=record))
     loop = CoordinatorLoop(Coordinator(make_settings(trace=True)), router, traced=books.add)
     thread = threading.Thread(target=loop.run)
     thread.start()

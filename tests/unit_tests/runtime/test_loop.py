@@ -95,9 +95,16 @@ def running(**settings) -> Iterator[Running]:
         live.close()
 
 
+SERVING = [[bytes(f) for f in wire.encode(m.Serving(serving))] for serving in (False, True)]
+
+
 def receive(socket: zmq.Socket) -> list[bytes]:
-    assert socket.poll(WAIT_MS), "nothing came"
-    return socket.recv_multipart()
+    """The next message, but for what clients are told of the fleet."""
+    while True:
+        assert socket.poll(WAIT_MS), "nothing came"
+        frames = socket.recv_multipart()
+        if frames not in SERVING:
+            return frames
 
 
 class Engine:

@@ -98,14 +98,14 @@ def log_what_a_client_made_up(file):
     """A front end whose standard error is a file, and in which something goes wrong."""
     from megatron.core.inference.coordinator.runtime.http import replica
 
-    async def fail(settings, index, report):
+    async def fail(settings, index, desk, report):
         report.close()
         logging.getLogger("megatron.core.x").error("path=%s", "/\nERROR:root:forged \x1b[31m")
         raise ValueError("\nERROR:root:forged")
 
     os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), 2)
     replica._serve = fail
-    settings = pickle.dumps(SimpleNamespace(verbose=False))
+    settings = pickle.dumps(SimpleNamespace(verbose=False, planner=None))
     ours, theirs = multiprocessing.Pipe()
     with ours:
         replica.run_replica(settings, 0, theirs)
