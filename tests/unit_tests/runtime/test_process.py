@@ -15,6 +15,7 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
@@ -117,9 +118,9 @@ def shared(orphan_to_be) -> Iterator[CoordinatorProcess]:
 class Peer:
     """A socket of its own that talks to a coordinator."""
 
-    def __init__(self, coordinator: CoordinatorProcess, name: bytes):
+    def __init__(self, coordinator: CoordinatorProcess, name: bytes, pulse: sockets.Pulse):
         self._context = zmq.Context()
-        self.socket = sockets.dealer(self._context, coordinator.address, name)
+        self.socket = sockets.dealer(self._context, coordinator.address, name, pulse=pulse)
 
     def say(self, message: m.ToCoordinator) -> None:
         self.socket.send_multipart(wire.encode(message))
@@ -136,8 +137,12 @@ class Peer:
 
 
 @contextmanager
-def talking(coordinator: CoordinatorProcess, name: bytes = b"peer") -> Iterator[Peer]:
-    peer = Peer(coordinator, name)
+def talking(
+    coordinator: CoordinatorProcess,
+    name: bytes = b"peer",
+    pulse: sockets.Pulse = sockets.ENGINE_PULSE,
+) -> Iterator[Peer]:
+    peer = Peer(coordinator, name, pulse)
     try:
         yield peer
     finally:
@@ -358,6 +363,50 @@ def test_engines_connect_anew_before_clients_would_to_one_that_stands_still(orph
                     time.sleep(0.01)
             finally:
                 os.kill(coordinator.process.pid, signal.SIGCONT)
+    finally:
+        context.destroy(linger=0)
+
+
+def heard(link: CoordinatorLink, kind: type) -> Any:
+    """The next message of this kind that comes over an engine's link."""
+    deadline = time.monotonic() + WAIT_MS / 1000
+    while time.monotonic() < deadline:
+        for frames in link.drain():
+            message = wire.decode_from_coordinator(frames)
+            if isinstance(message, kind):
+                return message
+        time.sleep(0.01)
+    raise AssertionError("nothing came")
+
+
+def test_a_standstill_costs_no_request_and_none_is_computed_twice(orphan_to_be):
+    """The engine has connected anew meanwhile, and comes back with what it has."""
+    registration = m.Register(1, "job", 0, 0, 8, 256, 100, "lru")
+    context = zmq.Context()
+    try:
+        with (
+            started() as coordinator,
+            talking(coordinator, b"client", sockets.CLIENT_PULSE) as client,
+        ):
+            link = CoordinatorLink(context, coordinator.address, b"engine", grace=60.0)
+            taken = link.register(registration, 10)
+            connect(client)
+            client.say(m.SubmitRequest(7, -1, b"", b""))
+            number = heard(link, m.EngineRequest).request_id
+            for _ in range(2):
+                os.kill(coordinator.process.pid, signal.SIGSTOP)
+                try:
+                    deadline = time.monotonic() + 10
+                    while not link.check():
+                        assert time.monotonic() < deadline
+                        time.sleep(0.01)
+                finally:
+                    os.kill(coordinator.process.pid, signal.SIGCONT)
+                again = replace(registration, generation=taken.generation, requests=[number])
+                link.send(again)
+                assert heard(link, m.RegisterAck).kept == [number]
+            link.send(m.EngineReply((m.Answer(number, "COMPLETED", 0, 0, b"body"),)))
+            assert client.hear(m.Reply | m.RequestError) == m.Reply(7, b"body")
     finally:
         context.destroy(linger=0)
 
