@@ -49,7 +49,7 @@ def test_the_small_cache_is_under_pressure_and_the_large_one_is_not(measured):
     _, rows = measured
     large, small = rows["events/lru", 100], rows["events/lru", 10]
     assert 0.4 < small["skip_rate"] + 0.05 < large["skip_rate"]
-    assert large["in_window"] <= 0.05 < small["in_window"]
+    assert large["in_window"] < small["in_window"]
 
 
 def test_history_alone_is_wrong_of_a_cache_that_is_too_small(measured):

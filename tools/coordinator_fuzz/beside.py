@@ -153,7 +153,7 @@ class Beside:
                 self._tell(n, items[2], chain(1000 + items[1] % 50, 6))
             case 34:
                 engine.send_multipart([pack([35, items[1]])])
-            case 36:
+            case 36 | 45:  # after STOP, which attackers say too, the next engine comes at once
                 self._register(n)
             case 37:
                 self._tell(n, 0, [0])
