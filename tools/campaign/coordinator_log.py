@@ -25,6 +25,7 @@ class CoordinatorLog:
         self.taken_back = self.exceptions = 0
         self._offset = 0
         self._live = 0
+        self._away: set[int] = set()
         self._totals: Counter[str] = Counter()
 
     def live(self) -> int:
@@ -54,8 +55,15 @@ class CoordinatorLog:
         match event:
             case "ranks_registered":
                 self._live = fields["registered"]
-            case "rank_lost" | "rank_left":
+            case "rank_away":
+                self._away.add(fields["rank"])
                 self._live -= 1
+            case "rank_back" if fields["rank"] in self._away:
+                self._away.remove(fields["rank"])
+                self._live += 1
+            case "rank_lost" | "rank_left":
+                self._live -= fields["rank"] not in self._away
+                self._away.discard(fields["rank"])
                 self.taken_back += fields["requests"]
             case "stopped":
                 self._totals.update(fields)

@@ -145,9 +145,7 @@ def test_the_coordinators_log_is_read_while_it_grows(tmp_path):
     path = tmp_path / "log"
     log = CoordinatorLog(path)
     at = "2030-01-01 00:00:00,000 coordinator"
-    path.write_text(
-        f"{at} INFO ranks_registered registered=3 expected=3\n{at} WARNING rank_lost ra"
-    )
+    path.write_text(f"{at} INFO ranks_registered registered=3 expected=3\n{at} WARNING rank_lost r")
     assert log.live() == 3
     with path.open("a") as file:
         file.write("ank=0 cause='its connection broke' requests=7\nTraceback (most recent …):\n")
@@ -157,6 +155,26 @@ def test_the_coordinators_log_is_read_while_it_grows(tmp_path):
         file.write(f"{at} INFO stopped rank_lost=1 reply_dropped=2\n")
     assert log.totals() == {"rank_lost": 1, "reply_dropped": 2}
     assert (log.taken_back, log.exceptions) == (7, 2)
+
+
+def test_a_replica_that_is_away_is_not_there_until_it_is_back_or_another_comes(tmp_path):
+    path = tmp_path / "log"
+    log = CoordinatorLog(path)
+    at = "2030-01-01 00:00:00,000 coordinator"
+    seen = []
+    for line in (
+        "INFO ranks_registered registered=3 expected=3",
+        "WARNING rank_away rank=1 requests=2",
+        "WARNING rank_away rank=0 requests=0",
+        "INFO rank_back rank=1 requests=2 lost=0",
+        "INFO rank_back rank=2 requests=0 lost=0",  # it had not been missed
+        "WARNING rank_lost rank=0 cause='its connection broke' requests=1",
+        "INFO ranks_registered registered=3 expected=3",
+    ):
+        with path.open("a") as file:
+            file.write(f"{at} {line}\n")
+        seen.append(log.live())
+    assert seen == [3, 2, 1, 2, 2, 2, 3]
 
 
 def test_a_stand_in_answers_what_it_was_asked_in_its_time_and_not_in_a_pause():
