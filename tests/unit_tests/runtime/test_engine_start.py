@@ -36,6 +36,7 @@ from megatron.core.inference.coordinator.runtime import (
     engine_endings,
     engine_start,
     engine_step,
+    keys,
     sockets,
     wire,
 )
@@ -103,7 +104,10 @@ def _made_up_groups(monkeypatch) -> None:
         lambda found, value, group: found.__setitem__(slice(None), [value] * len(group.ranks)),
     )
     monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=None))
-    monkeypatch.setattr(engine_start, "_parsed_arguments", dict)  # other tests leave some behind
+    # What other tests of this process leave behind; a port may be another coordinator's by now.
+    monkeypatch.setattr(engine_start, "_parsed_arguments", dict)
+    monkeypatch.setattr(engine_start, "_chosen_settings", None)
+    monkeypatch.setattr(keys, "_rings", {})
     monkeypatch.setattr(engine_step, "_released_bookkeep", released_bookkeep)
     monkeypatch.setattr(engine_endings, "_released_reset", released_reset)
     monkeypatch.setattr(engine_start, "_REGISTER_SECONDS", 5.0)

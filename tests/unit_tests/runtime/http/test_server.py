@@ -904,7 +904,7 @@ def test_neither_coordinator_nor_front_ends_need_the_fork_server_they_came_from(
         assert parent.stdout.readline() == "True\n"
         assert asked.result()[0] == 200
         assert parent.stdout.readline() == "stopped\n"
-        assert not lives(coordinator)
+        wait_until(lambda: not lives(coordinator))
         print(file=parent.stdin, flush=True)
         assert parent.wait() == 0
         wait_until(lambda: not any(lives(child.pid) for child in children))
