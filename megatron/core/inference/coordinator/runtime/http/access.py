@@ -81,10 +81,6 @@ class ApiKeys:
     def __repr__(self) -> str:
         return f"<{len(self)} API keys>"
 
-    def admit(self, authorization: bytes) -> bool:
-        """Whether a request may pass; see `identify`."""
-        return self.identify(authorization) is not None
-
     def identify(self, authorization: bytes) -> str | None:
         """The id of the key that a request presents, in a time that tells nothing about the keys.
 
