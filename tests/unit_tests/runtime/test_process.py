@@ -324,7 +324,7 @@ def test_stop_ends_also_one_that_hangs(orphan_to_be):
         os.kill(coordinator.process.pid, signal.SIGSTOP)
         began = time.monotonic()
         coordinator.stop(0.2)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 15
         assert coordinator.process.exitcode == -signal.SIGKILL
         coordinator.stop()  # again does nothing
 

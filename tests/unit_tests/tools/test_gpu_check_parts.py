@@ -385,7 +385,7 @@ def test_sessions_run_at_once_and_their_turns_one_by_one(hold):
     lengths = [80, 120, 160]
     assert done.answers == {(s, t): [lengths[t]] for s in range(3) for t in range(3)}
     assert len(done.first_token) == 9
-    assert all(0 < seconds < 5 for seconds in done.first_token)
+    assert all(0 < seconds < 60 for seconds in done.first_token)
     assert (done.lost, done.unsent, Client.last.most) == ([], 0, 3)
     assert Client.last.stopped
     assert lines[-1] == "8 requests answered"

@@ -182,7 +182,7 @@ class FrontEnds:
     @property
     def alive(self) -> bool:
         """Whether they serve, or will again."""
-        return self._supervisor.is_alive()
+        return self._supervisor.is_alive() and not self._over
 
     @property
     def replicas(self) -> list[Child]:
@@ -216,11 +216,15 @@ class FrontEnds:
         seconds = min(front_end.due for front_end in self._front_ends) - time.monotonic()
         wait([*signs, self._woken], None if seconds == float("inf") else max(0.0, seconds))
 
+    @property
+    def _over(self) -> bool:
+        return self._ending.is_set() or self.given_up.done()
+
     def _supervise(self) -> None:
-        while not self._ending.is_set() and not self.given_up.done():
+        while not self._over:
             self._wait()
             for front_end in self._front_ends:
-                if self._ending.is_set():
+                if self._over:
                     break
                 try:
                     front_end.look_after()
