@@ -181,7 +181,7 @@ def test_help_tells_default_and_range(parser):
     }
     ends = {
         "coordinator_policy": "the least loaded rank gets the request). Default: longest_prefix.",
-        "cost_policy": "The highest score wins. Default: relative_load_weighted.",
+        "cost_policy": "over an idle fleet. Default: relative_load_weighted.",
         "load_beta": "0 ignores load. Must be 0 or more. Default: 1.0.",
         "routing_alpha": "no other cost policy reads it. Must be between 0 and 1. Default: 0.5.",
         "ttl_seconds": "Must be 0.001 or more. Default: 300.0.",

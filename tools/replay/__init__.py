@@ -1,7 +1,7 @@
 """The parts of `python tools/replay`: traffic through the coordinator core, in virtual time.
 
 profiles  cache  loose_cache  replica a modelled replica: its times, its blocks, its steps
-workload  generator                   sessions and their turns; rollouts made up from a seed
+workload  generator                   sessions and their turns; made up from a seed
 trace_files  shared_traces  jsonl     sessions read from files
 decision_log                          sessions read from what a live server recorded
 arrivals                              when each turn of each session is sent

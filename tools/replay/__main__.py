@@ -7,6 +7,7 @@ r"""Replay traffic through the coordinator core, against modelled replicas, and 
 
 workloads (--workload):
   rollouts            made up from the seed, in the shape of recorded agents
+  chats               made up: 40 chats that share a system prompt, one request at a time
   sessions            a file of our own format (tools/replay/jsonl.py)
   decisions           what a server recorded with --inference-coordinator-record FILE
   swebench, claude_code, tau, mooncake, mooncake_synthetic, reference

@@ -1,8 +1,9 @@
-"""Rollouts made up from a seed, in the shape of recorded agents on software issues.
+"""Traffic made up from a seed: rollouts, and chats that share a system prompt.
 
-Turns, prompts and outputs are lognormal, with the medians and 90th percentiles of design section
-10: 36 turns (p50), first prompts of 1,600 tokens or 23,000 with a heavy harness, answers of 89
-tokens (p50; 681 p90), 315 tokens added a turn. All prompts begin with the same 8 blocks.
+Rollouts have the shape of recorded agents on software issues: turns, prompts and outputs are
+lognormal, with the medians and 90th percentiles of design section 10: 36 turns (p50), first prompts
+of 1,600 tokens or 23,000 with a heavy harness, answers of 89 tokens (p50; 681 p90), 315 tokens added
+a turn. All prompts begin with the same 8 blocks.
 """
 
 from dataclasses import dataclass
@@ -91,3 +92,36 @@ def _tokens(rng: np.random.Generator, median: float, sigma: float, count: int) -
     drawn = rng.lognormal(log(median), sigma, count)
     tokens: list[int] = np.clip(drawn, 8, _MOST_TOKENS).astype(int).tolist()
     return tokens
+
+
+CHATS, CHAT_TURNS, CHAT_SECONDS = 40, 12, 4.0
+"""How many chats, of how many turns each, and seconds from one request of them all to the next."""
+
+_SYSTEM_BLOCKS, _QUESTION, _ANSWER, _CHAT_BLOCK = 64, 600, 100, 64
+
+
+def chats(seed: int) -> Workload:
+    """Make chats that share a system prompt of 4,096 tokens and take turns, one request at a time.
+
+    Each turn adds 600 tokens and gets an answer of 100. Every chat has its n-th turn before any has
+    the next, in an order of its own.
+
+    Args:
+        seed: Of the order.
+    """
+    rng = np.random.default_rng([seed, 11])
+    order = np.concatenate([n * CHATS + rng.permutation(CHATS) for n in range(CHAT_TURNS)])
+    at = (CHAT_SECONDS * np.argsort(order)).reshape(CHAT_TURNS, CHATS).T.tolist()
+    first = _SYSTEM_BLOCKS * _CHAT_BLOCK + _QUESTION
+    prompts = [first + turn * (_QUESTION + _ANSWER) for turn in range(CHAT_TURNS)]
+    own = np.arange(prompts[-1] // _CHAT_BLOCK - _SYSTEM_BLOCKS)
+    system = block_names(np.arange(_SYSTEM_BLOCKS), 0)
+    sessions = [
+        Session(
+            f"chat{chat}",
+            [Turn(tokens, _ANSWER, at=when) for tokens, when in zip(prompts, times, strict=True)],
+            [system + block_names(own, chat + 1)],
+        )
+        for chat, times in enumerate(at)
+    ]
+    return Workload("chats", _CHAT_BLOCK, sessions, timed=True)

@@ -11,7 +11,7 @@ from replay import shared_traces
 from replay.arrivals import Load
 from replay.decision_log import read_decisions
 from replay.experiment import Setting, WorkloadMaker
-from replay.generator import Shape, rollouts
+from replay.generator import Shape, chats, rollouts
 from replay.jsonl import read_sessions
 from replay.profiles import PROFILES, find_profile
 from replay.simulation import Fleet
@@ -29,7 +29,7 @@ _FOLDERS: dict[str, tuple[str, _Reader]] = {
     "mooncake_synthetic": ("mooncake", partial(shared_traces.read_mooncake, trace="synthetic")),
 }
 _FILES: dict[str, _Reader] = {"sessions": read_sessions, "decisions": read_decisions}
-WORKLOADS = ("rollouts", *_FILES, *_FOLDERS, "reference")
+WORKLOADS = ("rollouts", "chats", *_FILES, *_FOLDERS, "reference")
 
 _DEFAULT = " (default: %(default)s)"
 
@@ -118,9 +118,11 @@ def setting_of(args: argparse.Namespace) -> Setting:
 
 def workload_maker(args: argparse.Namespace) -> WorkloadMaker:
     """What makes the sessions of a seed."""
+    if args.workload in ("rollouts", "chats") and args.path is not None:
+        raise InputError("--path says where a workload is; say which with --workload")
+    if args.workload == "chats":
+        return chats
     if args.workload == "rollouts":
-        if args.path is not None:
-            raise InputError("--path says where a workload is; say which with --workload")
         size = args.group_size or Shape().group_size
         shape = Shape(args.groups, size, args.turns, first_prompt=args.first_prompt)
         return partial(rollouts, shape)

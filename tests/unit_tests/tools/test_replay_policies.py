@@ -14,7 +14,7 @@ from replay.arrivals import Arrivals, Load
 from replay.baselines import ConsistentHash, Pinned, RoundRobin, WorkTimesBatch
 from replay.block_cost import BlockCost
 from replay.figures import measure
-from replay.generator import Shape, rollouts
+from replay.generator import Shape, chats, rollouts
 from replay.options import SHARED
 from replay.policies import Conditions, UnknownPolicy, parse_policies
 from replay.profiles import PROFILES
@@ -151,9 +151,9 @@ def test_the_weight_is_that_of_blocks_to_prefill(weight, chosen):
 # --- whole runs --------------------------------------------------------------------------------
 
 
-def run(name, workload=WORKLOAD, load=LOAD, profile=PROFILE, **conditions):
+def run(name, workload=WORKLOAD, load=LOAD, profile=PROFILE, replicas=3, **conditions):
     (policy,) = parse_policies(name, Conditions(**conditions))
-    fleet = Fleet(profile, 3, conditions.get("eviction", "lru") == "lru")
+    fleet = Fleet(profile, replicas, conditions.get("eviction", "lru") == "lru")
     arrivals = Arrivals(workload, load, 4)
     simulation = Simulation(arrivals, fleet, policy.maker, true_caches=policy.true_caches)
     return simulation.run(), simulation
@@ -234,6 +234,22 @@ def test_the_least_added_delay_skips_more_and_begins_sooner_than_relative_load(s
     assert ours["skip"] > other["skip"] + 0.03
     assert ours["ttft_p99"] < 0.8 * other["ttft_p99"]
     assert ours["makespan"] < 1.01 * other["makespan"]
+
+
+def test_chats_that_share_a_system_prompt_spread_by_added_delay_alone():
+    """One request at a time: the formula keeps them on one replica, whose cache is too small.
+
+    No tie could tell: who holds the system prompt scores higher than who holds nothing.
+    """
+    profile = replace(PROFILES["reference"], cache_tokens=150_000, block_size=64)
+    skip, missed = {}, {}
+    for name in ("load_balanced", "relative:1@events", "added_delay@events", "pinned"):
+        figures = measure(run(name, chats(0), Load(speedup=1.0), profile, replicas=2)[0])
+        skip[name], missed[name] = figures["skip"], figures["missed"]
+    assert missed["relative:1@events"] == 2.0  # all of it on one of two
+    assert skip["relative:1@events"] < skip["load_balanced"] < skip["added_delay@events"]
+    assert skip["added_delay@events"] > skip["pinned"] - 0.01  # a returning one loses nothing
+    assert missed["added_delay@events"] < 1.1
 
 
 def test_the_reference_points_are_reproduced():

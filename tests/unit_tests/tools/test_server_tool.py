@@ -629,12 +629,17 @@ def test_a_rank_ends_with_the_reason_when_its_front_ends_are_given_up(life):
     assert rank.did[-3:] == ["front ends ended", "engine ended", "coordinator ended"]
 
 
+POLICY = "--inference-dynamic-batching-prefix-caching-"
+
+
 def test_what_a_newcomer_reads(life, capsys):
     life().live(press_ctrl_c)
     assert capsys.readouterr().out.splitlines() == [
         "[server] waiting for the coordinator, and for 2 replicas to register",
         "[server] starting 4 HTTP front ends",
         "[server] ready: 2 replicas, longest_prefix weighed by relative_load_weighted",
+        "[server] note: while load is low, sessions that share a system prompt stay on one "
+        f"replica; {POLICY}cost-policy added_delay spreads them (docs/choosing-a-policy.md)",
         "[server] serving at http://127.0.0.1:5000/v1",
         "[server] try:",
         CURL,
@@ -650,9 +655,6 @@ def test_counts_are_told_in_words_that_fit(life, dp, capsys):
     assert f"for {replicas} to register\n" in out
     assert "starting 1 HTTP front end\n" in out
     assert f"ready: {replicas}, " in out
-
-
-POLICY = "--inference-dynamic-batching-prefix-caching-"
 
 
 @pytest.mark.parametrize(
@@ -678,7 +680,14 @@ def test_without_prefix_caching_the_policy_in_force_is_load_balanced(life, capsy
     rank = life()
     rank.setup.args.inference_dynamic_batching_enable_prefix_caching = False
     rank.live(press_ctrl_c)
-    assert "[server] ready: 2 replicas, load_balanced\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "[server] ready: 2 replicas, load_balanced\n" in out
+    assert "note:" not in out
+
+
+def test_who_chose_a_policy_gets_no_advice(life, capsys):
+    life(POLICY + "cost-policy", "added_delay").live(press_ctrl_c)
+    assert "note:" not in capsys.readouterr().out
 
 
 def test_an_option_that_nobody_reads_is_told(life, capsys):
@@ -720,7 +729,7 @@ def test_front_ends_get_keys_and_limits_and_the_example_shows_a_key(life, monkey
     out = capsys.readouterr().out
     assert ' -H "Authorization: Bearer $KEY" -d ' in out
     assert "sesame" not in out
-    assert "note" not in out
+    assert "everybody" not in out
 
 
 def test_a_server_that_lets_everybody_in_says_so(life, capsys):

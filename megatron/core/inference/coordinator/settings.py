@@ -48,7 +48,9 @@ class RoutingSettings(Settings):
             "(alpha * fraction + (1 - alpha) * free places / max_requests), prefill_work "
             "(-(blocks not cached) * (1 + load)) or added_delay (-(queued + new + new * min(mean "
             "load, 64) * 3 / 16 + max(100, .22 * usual prompt) * (load + pausing / 2) + 5 * "
-            "evicted), in tokens of prefill). The highest score wins.",
+            "evicted), in tokens of prefill). The highest score wins. Where engines report their "
+            "caches, as ours do, added_delay suits most traffic best, and it alone spreads "
+            "sessions that share a system prompt over an idle fleet.",
         ),
     )
     load_beta: float = field(
@@ -258,6 +260,18 @@ def unused_options(settings: RoutingSettings) -> list[str]:
         f"{settings.cost_policy.value} is in force"
         for name, reader in readers.items()
         if getattr(settings, name) != getattr(defaults, name) and settings.cost_policy != reader
+    ]
+
+
+def advice(settings: RoutingSettings) -> list[str]:
+    """What somebody who chose no cost policy should know, one sentence each."""
+    on_default = settings.cost_policy == PrefixCachingCostPolicy.RELATIVE_LOAD_WEIGHTED
+    if not (on_default and routes_on_prefix(settings.coordinator_policy)):
+        return []
+    return [
+        "while load is low, sessions that share a system prompt stay on one replica; "
+        f"{flag('cost_policy')} {PrefixCachingCostPolicy.ADDED_DELAY.value} spreads them "
+        "(docs/choosing-a-policy.md)"
     ]
 
 

@@ -15,7 +15,7 @@ from megatron.core.inference.coordinator.runtime import fork_server, http, priva
 from megatron.core.inference.coordinator.runtime.gathering import gathered
 from megatron.core.inference.coordinator.runtime.http import access
 from megatron.core.inference.coordinator.runtime.http.limits import HttpSettings
-from megatron.core.inference.coordinator.settings import RoutingSettings, unused_options
+from megatron.core.inference.coordinator.settings import RoutingSettings, advice, unused_options
 
 _AFTERWARDS_SECONDS = 3.5
 """To end what is left after the time for requests is over."""
@@ -220,8 +220,10 @@ class Server:
         weighed = f" weighed by {routing.cost_policy.value}" if policy != "load_balanced" else ""
         how = f"{policy}{weighed}" if setup.joins is None else f"part of {setup.joins}"
         setup.say(f"ready: {setup.replicas}, {how}")
-        unused = unused_options(routing) if setup.joins is None else []
-        for note in [*unused, *(access.notes(setup.args) if urls else [])]:
+        notes = unused_options(routing) if setup.joins is None else []
+        if setup.joins is None and caching:
+            notes += advice(routing)
+        for note in [*notes, *(access.notes(setup.args) if urls else [])]:
             setup.say(f"note: {note}")
         for url in urls:
             setup.say(f"serving at {url}/v1")
