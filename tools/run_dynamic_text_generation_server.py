@@ -99,7 +99,7 @@ def add_server_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--coordinator-schedule-output",
         default=None,
         metavar="FILE",
-        help="JSON file that gets every routing decision when the server ends.",
+        help="JSON file that gets every routing decision as it goes.",
     )
     _add_flags_of_other_tools(parser)
     add_joining_args(parser)

@@ -1,9 +1,9 @@
 """Traffic made up from a seed: rollouts, and chats that share a system prompt.
 
 Rollouts have the shape of recorded agents on software issues: turns, prompts and outputs are
-lognormal, with the medians and 90th percentiles of design section 10: 36 turns (p50), first prompts
-of 1,600 tokens or 23,000 with a heavy harness, answers of 89 tokens (p50; 681 p90), 315 tokens added
-a turn. All prompts begin with the same 8 blocks.
+lognormal, with the medians and 90th percentiles of design section 10: 36 turns (p50), first
+prompts of 1,600 tokens or 23,000 with a heavy harness, answers of 89 tokens (p50; 681 p90), 315
+tokens added a turn. All prompts begin with the same 8 blocks.
 """
 
 from dataclasses import dataclass

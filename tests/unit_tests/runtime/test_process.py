@@ -260,13 +260,11 @@ def test_killed_it_is_dead_and_the_text_says_by_what(orphan_to_be):
             coordinator.check()
 
 
-def test_what_goes_wrong_at_its_end_arrives_too(orphan_to_be, tmp_path):
+def test_a_schedule_that_cannot_be_written_is_said_at_the_start(orphan_to_be, tmp_path):
     nowhere = str(tmp_path / "no_such_folder" / "schedule.json")
-    with started(schedule_path=nowhere) as coordinator:
-        os.kill(coordinator.process.pid, signal.SIGTERM)
-        text = wait_until_dead(coordinator)
-    assert "died: FileNotFoundError:" in text
-    assert nowhere in text
+    failure = pytest.raises(CoordinatorDied, match=f"FileNotFoundError: .*'{nowhere}'")
+    with failure, started(schedule_path=nowhere):
+        pass
 
 
 def test_a_client_may_end_it(orphan_to_be):
@@ -429,6 +427,10 @@ def test_it_leaves_its_decisions_in_files(orphan_to_be, tmp_path):
                 answer = m.Answer(request.request_id, "COMPLETED", skipped, 0, b"body")
                 engine.say(m.EngineReply((answer,)))
                 assert client.hear(m.Reply) == m.Reply(number, b"body")
+        deadline = time.monotonic() + 60
+        while json.loads(path.read_text())["num_requests"] < 3:  # it is written as it goes
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         coordinator.stop()
         assert coordinator.process.exitcode == 0
     schedule = json.loads(path.read_text())

@@ -1,5 +1,7 @@
 """What is written for those who study decisions."""
 
+import errno
+import io
 import json
 import os
 import time
@@ -10,6 +12,7 @@ from builders import BLOCK, make_settings
 
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.core import Coordinator
+from megatron.core.inference.coordinator.ledger import REQUEST_IDS
 from megatron.core.inference.coordinator.runtime import private_files
 from megatron.core.inference.coordinator.runtime.records import Books, Record, Schedule, check_file
 from megatron.core.inference.coordinator.settings import RecordSettings, SettingsError
@@ -110,7 +113,7 @@ def test_others_see_what_is_written_at_each_tick(path):
     books = Books(make_settings(), None, RecordSettings(str(path)))
     books.add(trace())
     assert len(lines(path)) == 1
-    books.flush()
+    books.flush(Coordinator(make_settings()))
     assert len(lines(path)) == 2
     books.close()
 
@@ -250,15 +253,49 @@ def test_a_file_that_cannot_be_written_is_refused_by_name(tmp_path):
 # --- the schedule, and both --------------------------------------------------------------------
 
 
-def test_a_schedule_has_what_was_answered_by_number(tmp_path):
+def test_a_schedule_has_what_was_answered(tmp_path):
+    core = Coordinator(make_settings(expected_ranks=3, first_request_id=REQUEST_IDS - 1))
     schedule = Schedule(tmp_path / "schedule.json")
-    schedule.add(trace(request_id=2))
-    schedule.add(trace(m.Outcome.REPLICA_LOST, request_id=0))
-    schedule.add(trace(request_id=1, hashes=None, predicted_tokens=4, cached_tokens=4))
-    schedule.write(Coordinator(make_settings(expected_ranks=3)))
+    schedule.add(trace(request_id=1))  # ids wrap
+    schedule.add(trace(m.Outcome.REPLICA_LOST, request_id=REQUEST_IDS - 1))
+    schedule.add(trace(request_id=0, hashes=None, predicted_tokens=4, cached_tokens=4))
+    schedule.write(core)
     written = json.loads((tmp_path / "schedule.json").read_text())
     assert (written["num_requests"], written["data_parallel_size"]) == (2, 3)
-    assert [(r["request_id"], r["num_hashes"]) for r in written["records"]] == [(1, 0), (2, 2)]
+    assert [(r["request_id"], r["num_hashes"]) for r in written["records"]] == [(2, 2), (1, 0)]
+
+
+def test_a_schedule_is_whole_after_each_write(tmp_path):
+    """Written at the end it was lost where the coordinator was killed, or had too little time."""
+    core, path = Coordinator(make_settings()), tmp_path / "schedule.json"
+    schedule, count = Schedule(path), 0
+    for more in (0, 3, 0, 1, 6):
+        for _ in range(more):
+            schedule.add(trace())
+        schedule.write(core)
+        count += more
+        written = json.loads(path.read_text())
+        assert written["num_requests"] == len(written["records"]) == count
+
+
+class Full(io.BytesIO):
+    """A file on a full disk."""
+
+    def write(self, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_schedule_that_cannot_be_written_ends_and_nothing_else(tmp_path, caplog):
+    core, schedule = Coordinator(make_settings()), Schedule(tmp_path / "schedule.json")
+    schedule._file.close()
+    schedule._file = Full()
+    for _ in range(2):
+        schedule.add(trace())
+        schedule.write(core)
+    schedule.close()
+    (said,) = caplog.messages
+    assert said.startswith("schedule_ended")
+    assert "No space left" in said
 
 
 @pytest.mark.usefixtures("no_umask")
@@ -276,8 +313,7 @@ def test_a_schedule_is_its_owners_alone_and_goes_into_no_file_of_anybody_else(tm
 def test_where_nothing_is_asked_for_nothing_is_kept(tmp_path):
     books = Books(make_settings(), None, RecordSettings())
     books.add(trace())
-    books.flush()
-    books.write_schedule(Coordinator(make_settings()))
+    books.flush(Coordinator(make_settings()))
     books.close()
     assert not books.kept
     assert list(tmp_path.iterdir()) == []
@@ -288,6 +324,6 @@ def test_both_may_be_asked_for(tmp_path, path):
     books = Books(make_settings(), str(schedule), RecordSettings(str(path)))
     assert books.kept
     books.add(trace())
-    books.write_schedule(Coordinator(make_settings()))
+    books.flush(Coordinator(make_settings()))
     books.close()
     assert (len(lines(path)), json.loads(schedule.read_text())["num_requests"]) == (2, 1)

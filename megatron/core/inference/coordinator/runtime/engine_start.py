@@ -75,7 +75,7 @@ async def start_listening_to_data_parallel_coordinator(
         launch_inference_coordinator: Whether the first rank starts the coordinator process.
         hostname: Address of the coordinator's machine that all ranks can reach. Ranks elsewhere
             are reached at the address on the way there; see `addresses.job_address`.
-        coordinator_schedule_output_path: Where the coordinator writes its decisions at the end.
+        coordinator_schedule_output_path: Where the coordinator writes its decisions once a second.
         coordinator_address: A coordinator that is there already, e.g. of
             `tools/run_coordinator.py`; then none is started.
         loop: Event loop to run the engine in.

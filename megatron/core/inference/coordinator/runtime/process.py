@@ -141,7 +141,7 @@ def serve(
         signals: Signals that stop it.
 
     Raises:
-        OSError: See `bind`; or the record cannot be written.
+        OSError: See `bind`; or a file that was asked for cannot be written.
     """
     connections = sockets.raise_descriptor_limit()
     context = zmq.Context()
@@ -161,7 +161,7 @@ def serve(
         garbage.spare_the_old()
         loop.run()
         _report(loop)
-        books.write_schedule(loop.core)
+        books.flush(loop.core)
     finally:
         books.close()
         router.close(linger=200)  # a last message to engines may still be on its way
@@ -180,18 +180,20 @@ def _make_loop(
     parent = multiprocessing.parent_process()
     rights = {} if guard is None else {"rights_of": guard.rights}
 
+    core = Coordinator(
+        replace(
+            settings.coordinator,
+            trace=books.kept,
+            first_request_id=secrets.randbelow(REQUEST_IDS),
+        )
+    )
+
     def each_tick() -> None:
         garbage.freeze()
-        books.flush()
+        books.flush(core)
 
     return CoordinatorLoop(
-        Coordinator(
-            replace(
-                settings.coordinator,
-                trace=books.kept,
-                first_request_id=secrets.randbelow(REQUEST_IDS),
-            )
-        ),
+        core,
         router,
         tokenizer,
         parent.sentinel if parent else None,

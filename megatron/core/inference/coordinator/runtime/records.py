@@ -1,4 +1,4 @@
-"""Files for those who study decisions: the schedule, written at the end, and the record."""
+"""Files for those who study decisions: the schedule and the record."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import msgpack
 
@@ -29,62 +29,113 @@ logger = logging.getLogger(__name__)
 RECORD_VERSION = 1
 
 
-class Schedule:
-    """Where every answered request went, as JSON.
+class _Output:
+    """A file of the coordinator's. Requests matter more than it: an error ends it alone.
+
+    Attributes:
+        ENDED: The event that says so.
+    """
+
+    ENDED: ClassVar[str]
+
+    def __init__(self, path: str | Path):
+        self._path = path
+        self._failed = False
+        self._file = private_files.append(path)
+
+    def close(self) -> None:
+        """Write no more."""
+        self._attempt(self._file.close)
+
+    def _attempt(self, action: Callable[[], Any]) -> None:
+        if self._failed:
+            return
+        try:
+            action()
+        except OSError as error:
+            self._failed = True
+            with suppress(OSError):
+                self._file.close()
+            fields = {"file": str(self._path), "error": error.strerror}
+            logger.warning("%s", render(self.ENDED, fields))
+
+
+class Schedule(_Output):
+    """Where every answered request went, as JSON, in the order in which they ended.
 
     The keys of the released coordinator's schedule file are kept: `policy`,
     `data_parallel_size`, `num_requests` and `records` with `request_id`, `rank_index` and
     `num_hashes`; each record also has `prompt_tokens`, `predicted_tokens`, `cached_tokens` and
     `in_window`, and `accuracy` has each rank's figures (`accuracy.Accuracy`).
 
+    The file is a whole JSON document after each `write`, so a coordinator that is killed loses what
+    came since the last one. When it cannot be written any more, the log says so.
+
     Args:
-        path: The file, mode 0600; it is written by `write` and not before.
+        path: The file, mode 0600. What was there is replaced.
+
+    Raises:
+        OSError: It cannot be written.
     """
 
+    ENDED = "schedule_ended"
+
     def __init__(self, path: str | Path):
-        self._path = Path(path)
-        self._records: list[dict[str, Any]] = []
+        private_files.write(path, "")
+        super().__init__(path)
+        self._new: list[m.Trace] = []
+        self._count = self._size = 0  # of the records that are written, the second in bytes
 
     def __len__(self) -> int:
-        return len(self._records)
+        return self._count + len(self._new)
 
     def add(self, trace: m.Trace) -> None:
         """A request is over."""
         if trace.outcome in (m.Outcome.ANSWERED, m.Outcome.FAILED):
-            self._records.append(
-                {
-                    "request_id": trace.request_id,
-                    "rank_index": trace.rank,
-                    "num_hashes": len(trace.hashes or b"") // HASH_BYTES,
-                    "prompt_tokens": trace.prompt_tokens,
-                    "predicted_tokens": trace.predicted_tokens,
-                    "cached_tokens": trace.cached_tokens,
-                    "in_window": trace.in_window,
-                }
-            )
+            self._new.append(trace)
 
     def write(self, core: Coordinator) -> None:
-        """Write the file, when the coordinator has ended."""
+        """Write what was added, and the figures of now."""
         settings, fleet = core.settings, core.fleet
-
-        def counted(record: dict[str, Any]) -> dict[str, Any]:
-            """A record whose id counts from 0."""
-            number = record["request_id"] - settings.first_request_id
-            return record | {"request_id": number % REQUEST_IDS}
-
-        schedule = {
+        lines = [_line(**_decision(trace, settings.first_request_id))[:-1] for trace in self._new]
+        self._new.clear()
+        records = b"".join(
+            (b",\n" if number else b'{"records": [\n') + line
+            for number, line in enumerate(lines, self._count)
+        )
+        self._count += len(lines)
+        totals = {
             "policy": settings.signal.value,
             "cost_policy": settings.routing.cost_policy.value,
             "data_parallel_size": settings.expected_ranks,
-            "num_requests": len(self._records),
+            "num_requests": self._count,
             "accuracy": {number: a.fields() for number, a in fleet.router.accuracy.items()},
             "weight_epoch": fleet.weight_epoch,
-            "records": sorted(map(counted, self._records), key=lambda each: each["request_id"]),
         }
-        private_files.write(self._path, json.dumps(schedule, indent=2))
+        end = (b"\n], " if self._count else b'{"records": [], ') + json.dumps(totals)[1:].encode()
+        self._attempt(lambda: self._replace_end(records, end + b"\n"))
+
+    def _replace_end(self, records: bytes, end: bytes) -> None:
+        self._file.truncate(self._size)
+        self._file.write(records + end)
+        self._file.flush()
+        self._size += len(records)
 
 
-class Record:
+def _decision(trace: m.Trace, first_request_id: int) -> dict[str, Any]:
+    """What a schedule says of a request; ids count from 0."""
+    return {
+        "request_id": (trace.request_id - first_request_id) % REQUEST_IDS,
+        "rank_index": trace.rank,
+        "num_hashes": len(trace.hashes or b"") // HASH_BYTES,
+        "prompt_tokens": trace.prompt_tokens,
+        "predicted_tokens": trace.predicted_tokens,
+        "cached_tokens": trace.cached_tokens,
+        "in_window": trace.in_window,
+    }
+
+
+class Record(_Output):
     """Every request as it ends, a line of JSON each: what tools/replay reads. No prompt text.
 
     The first line, and another for each start of a coordinator with the same file, is
@@ -125,6 +176,8 @@ class Record:
         OSError: The file cannot be written, or is not a plain file of this user.
     """
 
+    ENDED = "record_ended"
+
     def __init__(
         self,
         path: str | Path,
@@ -132,14 +185,13 @@ class Record:
         max_bytes: int = RecordSettings().record_max_bytes,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._path = path
+        super().__init__(path)
         self._settings = settings
         self._max_bytes = max_bytes
         self._room = max_bytes - len(self._opening(continues=True))
-        self._failed = self._left_out = False
+        self._left_out = False
         self._clock = clock
         self._epoch = time.time() - clock()
-        self._file = private_files.append(path)
         self._size = _end_line(self._file)
         self._write(self._opening())
         self.flush()
@@ -166,10 +218,6 @@ class Record:
     def flush(self) -> None:
         """Let others see what is written."""
         self._attempt(self._file.flush)
-
-    def close(self) -> None:
-        """Write no more."""
-        self._attempt(self._file.close)
 
     def _opening(self, **values: bool) -> bytes:
         settings = self._settings
@@ -201,19 +249,6 @@ class Record:
             fields = {"file": str(self._path), "bytes": len(line), "max_bytes": self._max_bytes}
             logger.warning("%s", render("record_line_too_large", fields))
         self._left_out = True
-
-    def _attempt(self, action: Callable[[], Any]) -> None:
-        """Requests matter more than their record."""
-        if self._failed:
-            return
-        try:
-            action()
-        except OSError as error:
-            self._failed = True
-            with suppress(OSError):
-                self._file.close()
-            fields = {"file": str(self._path), "error": error.strerror}
-            logger.warning("%s", render("record_ended", fields))
 
 
 def _line(**values: Any) -> bytes:
@@ -269,7 +304,7 @@ class Books:
         recording: Of the record.
 
     Raises:
-        OSError: The record cannot be written.
+        OSError: One cannot be written.
     """
 
     def __init__(
@@ -291,17 +326,15 @@ class Books:
         if self._record is not None:
             self._record.add(trace)
 
-    def flush(self) -> None:
-        """Let others see what is written."""
+    def flush(self, core: Coordinator) -> None:
+        """Let others see what was added."""
+        if self._schedule is not None:
+            self._schedule.write(core)
         if self._record is not None:
             self._record.flush()
 
-    def write_schedule(self, core: Coordinator) -> None:
-        """The coordinator has ended."""
-        if self._schedule is not None:
-            self._schedule.write(core)
-
     def close(self) -> None:
         """Write no more."""
-        if self._record is not None:
-            self._record.close()
+        for output in (self._schedule, self._record):
+            if output is not None:
+                output.close()
