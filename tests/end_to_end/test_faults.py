@@ -70,6 +70,8 @@ def test_sampling_that_ends_a_released_engine_is_answered(client):
         model="tiny", prompt="Hi", max_tokens=2, extra_body={"top_k": 5}
     )
     assert completion.usage.completion_tokens == 2
+    with pytest.raises(openai.BadRequestError, match="does not take top_k and top_p together"):
+        client.completions.create(model="tiny", prompt="Hi", top_p=0.5, extra_body={"top_k": 5})
 
 
 def test_a_coordinator_that_dies_ends_the_job_with_its_last_error(served, client):

@@ -84,6 +84,11 @@ def test_what_megatron_does_not_know_is_left_alone():
     assert params(detokenize=True, my_tag="x").my_tag == "x"
 
 
+def test_a_sampler_that_takes_both_filters_gets_them():
+    taken = checked_sampling({"top_k": 2, "top_p": 0.5}, 100, "flashinfer")
+    assert (taken.top_k, taken.top_p) == (2, 0.5)
+
+
 @pytest.mark.parametrize("values", [None, 5, "text", [], [1], {1: 2}, {"top_k": 1, b"x": 2}])
 def test_what_is_no_map_of_names_is_refused(values):
     assert refused(values) == "sampling parameters are no map of names to values"
@@ -125,7 +130,7 @@ def test_what_is_no_map_of_names_is_refused(values):
             {"termination_id": -2},
             "termination_id is -2; it must be a whole number from -1 to 2147483647",
         ),
-        ({"top_k": 2, "top_p": 0.5}, "top_k and top_p exclude each other; leave one of them out"),
+        ({"top_k": 2, "top_p": 0.5}, "this engine's sampler does not take top_k and top_p together; give one of them"),
         (
             {"num_tokens_to_generate": 1, "num_tokens_total": 2},
             "give num_tokens_to_generate or num_tokens_total, not both",

@@ -99,7 +99,6 @@ def _check_as_an_engine_would(prompt: Any, params: Any) -> None:
     wire.pack(list(prompt))
     assert all(0 <= token < ByteTokenizer.vocab_size for token in prompt)
     assert params.temperature > 0
-    assert not (params.top_k and params.top_p)
     assert params.top_k < ByteTokenizer.vocab_size
     assert all(word.encode() for word in params.stop_words or ())
 

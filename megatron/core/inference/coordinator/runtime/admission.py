@@ -23,15 +23,20 @@ class RequestRefused(ValueError):
     """The request cannot be run; the text says what is wrong with it."""
 
 
-def checked_sampling(values: Any, vocab_size: int) -> SamplingParams:
+BOTH_FILTERS = frozenset({"flashinfer"})
+"""Megatron's sampling backends that take `top_k` and `top_p` together; the other one asserts."""
+
+
+def checked_sampling(values: Any, vocab_size: int, backend: str = "torch") -> SamplingParams:
     """Build sampling parameters from what a client sent.
 
     A temperature of (almost) 0 means greedy. A `top_p` of 1 filters nothing and is left out, since
-    the engine takes no `top_k` beside it.
+    not every backend takes a `top_k` beside it.
 
     Args:
         values: The unpacked parameters.
         vocab_size: Tokens in the model's vocabulary.
+        backend: The engine's sampling backend.
 
     Raises:
         RequestRefused: A value is of the wrong type or out of range, or two contradict.
@@ -59,8 +64,10 @@ def checked_sampling(values: Any, vocab_size: int) -> SamplingParams:
         params.temperature, params.top_k, params.top_p = 1.0, 1, 0.0
     elif top_p == 1.0:
         params.top_p = 0.0
-    elif top_k and top_p:
-        raise RequestRefused("top_k and top_p exclude each other; leave one of them out")
+    elif top_k and top_p and backend not in BOTH_FILTERS:
+        raise RequestRefused(
+            "this engine's sampler does not take top_k and top_p together; give one of them"
+        )
     _check_combinations(params)
     return params
 

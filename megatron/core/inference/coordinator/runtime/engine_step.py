@@ -90,7 +90,8 @@ def _take_request(engine: Any, end: EngineEnd, message: m.EngineRequest) -> None
             raise admission.RequestRefused(f"request {request_id} is already running")
         sampling = wire.unpack(message.sampling)
         vocab_size = engine.controller.vocab_size
-        params = admission.checked_sampling(sampling, vocab_size)
+        backend = engine.context.config.sampling_backend
+        params = admission.checked_sampling(sampling, vocab_size, backend)
         salt = admission.checked_salt(sampling.get(released.CACHE_SALT, 0))
         admission.check_log_probs(params, engine.materialize_only_last_token_logits)
         prompt = wire.unpack(message.prompt)

@@ -206,15 +206,12 @@ def completion_plan(body: Any, bounds: Bounds = UNBOUNDED) -> Plan:
 def sampling(given: Mapping[str, Any], vocab_size: int | None = None) -> dict[str, Any]:
     """The sampling fields in the engine's terms, where 0 turns a filter off.
 
-    The engine's sampler asserts that top_k and top_p are not both on, and that top_k is less than
-    the vocabulary; a failed assertion there ends the engine.
+    The engine's sampler asserts that top_k is less than the vocabulary. Whether it takes top_k and
+    top_p together is the engine's to say.
 
     Args:
         given: Checked fields; those missing have OpenAI's defaults.
         vocab_size: Size of the vocabulary; None: unknown.
-
-    Raises:
-        ApiError: top_k and top_p are both given.
     """
     temperature = given.get("temperature", 1.0)
     top_p = given.get("top_p", 1.0)
@@ -225,8 +222,6 @@ def sampling(given: Mapping[str, Any], vocab_size: int | None = None) -> dict[st
         return dict(GREEDY)
     if top_p == 1:
         top_p = 0.0
-    if top_k and top_p:
-        raise invalid("top_k", "top_k and top_p cannot be combined; give one of them.")
     return {"temperature": temperature, "top_k": top_k, "top_p": top_p}
 
 
