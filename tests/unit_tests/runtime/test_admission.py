@@ -130,7 +130,10 @@ def test_what_is_no_map_of_names_is_refused(values):
             {"termination_id": -2},
             "termination_id is -2; it must be a whole number from -1 to 2147483647",
         ),
-        ({"top_k": 2, "top_p": 0.5}, "this engine's sampler does not take top_k and top_p together; give one of them"),
+        (
+            {"top_k": 2, "top_p": 0.5},
+            "this engine's sampler does not take top_k and top_p together; give one of them",
+        ),
         (
             {"num_tokens_to_generate": 1, "num_tokens_total": 2},
             "give num_tokens_to_generate or num_tokens_total, not both",

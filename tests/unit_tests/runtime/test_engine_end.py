@@ -759,6 +759,18 @@ def test_cached_tokens_are_what_add_request_really_skipped_over_all_chunks():
     assert engine.end.cache.found == {}
 
 
+def test_log_probs_of_the_prompt_find_nothing_and_tell_nothing_of_the_cache():
+    """They would count as a wrong prediction, wherever the prompt is cached."""
+    engine, link = make_engine()
+    engine.materialize_only_last_token_logits = False
+    link.say(submit(1, return_log_probs=True))
+    engine.schedule_requests()
+    assert engine.get_request(1).precomputed_block_hashes == []
+    step(engine, 1)
+    (answer,) = link.answers()
+    assert (answer.cached_tokens, body(answer)["num_cached_tokens"]) == (-1, 0)
+
+
 def test_a_chunk_that_cannot_be_scheduled_skips_nothing():
     class Full(DummyContext):
         def add_request(self, request: Any, prefill_chunk_length: int | None = None) -> None:

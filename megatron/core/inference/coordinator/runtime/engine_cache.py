@@ -22,6 +22,7 @@ class Found:
         event_number: How many cache events there had been when it was scheduled for the first
             time; -1 before.
         salt: What its block hashes are masked with, so that only requests with the same find them.
+        whole: It computes its whole prompt, whatever is cached.
     """
 
     key_epoch: int
@@ -29,6 +30,7 @@ class Found:
     skipped: int = 0
     event_number: int = -1
     salt: int = 0
+    whole: bool = False
 
 
 class EngineCache:
@@ -55,14 +57,17 @@ class EngineCache:
         if self._reporter is not None:
             watch(context, "release_memory_blocks_from_request_indexes", self._keep_and_release)
 
-    def take(self, request: Any, salt: int = 0) -> None:
+    def take(self, request: Any, salt: int = 0, *, whole: bool = False) -> None:
         """A request is new in the engine: give its hashes the keys of the present epoch.
 
         Args:
             request: The engine's request.
             salt: See `Found`.
+            whole: See `Found`.
         """
-        self.found[request.request_id] = Found(self.epoch, request, salt=salt)
+        self.found[request.request_id] = Found(self.epoch, request, salt=salt, whole=whole)
+        if whole:
+            request.precomputed_block_hashes = []
         hashes = masked(request.precomputed_block_hashes, salt)
         request.precomputed_block_hashes = rekeyed(hashes, self.epoch)
 

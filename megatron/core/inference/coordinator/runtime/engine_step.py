@@ -109,10 +109,9 @@ def _take_request(engine: Any, end: EngineEnd, message: m.EngineRequest) -> None
     engine.add_request(request_id, tokens, params)
     request = engine.get_request(request_id)
     if request.status is not Status.FAILED:  # else it is answered already
-        if admission.wants_prompt_log_probs(params):
-            # Skipped tokens have none, and those of generated tokens would take their places.
-            request.precomputed_block_hashes = []
-        end.cache.take(request, salt)
+        # Skipped tokens have no log probabilities, and those of generated ones would take their
+        # places.
+        end.cache.take(request, salt, whole=admission.wants_prompt_log_probs(params))
     if isinstance(prompt, str) and request_id in engine.requests:
         engine.get_request(request_id).prompt = prompt
 
@@ -234,4 +233,6 @@ def _answer(engine: Any, end: EngineEnd, record: Any) -> m.Answer:
             fields = {"error": str(error)}
             end.events.write(m.Log("reply_without_text", fields, warning=True, peer=b""))
     body = wire.pack(reply)
-    return m.Answer(request_id, reply["status"], found.skipped, epoch, body, found.event_number)
+    # One that was not to find anything says nothing about how well its cache is known.
+    told = -1 if found.whole else found.skipped
+    return m.Answer(request_id, reply["status"], told, epoch, body, found.event_number)
