@@ -15,6 +15,7 @@ import io
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,9 @@ _OUR_LOGGER = "megatron.core.inference.coordinator"
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 _KEY_FLAG, _KEY_VARIABLE = "--api-key", "MEGATRON_API_KEY"  # as in runtime/http/access.py
+
+_SAID_BY_THE_FIRST_S = 5.0
+"""Its first rank says what all of a machine find wrong; meanwhile its launcher ends the others."""
 
 
 def add_server_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -246,13 +250,17 @@ def _build(argv: list[str], rank: int) -> Any:
 
 @contextlib.contextmanager
 def _kept_back_unless_it_fails() -> Iterator[None]:
-    printed = io.StringIO()
+    printed, wrong = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(wrong):
             yield
     except BaseException:
+        if wrong.getvalue():  # a wrong flag, which every rank finds
+            _let_the_first_rank_say_it()
         sys.stdout.write(printed.getvalue())  # --help is among it
+        sys.stderr.write(wrong.getvalue())
         raise
+    sys.stderr.write(wrong.getvalue())
 
 
 def _check_load(argv: list[str]) -> None:
@@ -322,10 +330,16 @@ def main(argv: list[str]) -> None:
     try:
         asyncio.run(serving.Server(_build(argv, rank)).serve(stop_signal.on_stop))
     except _expected_errors() as error:
-        if isinstance(error, _same_everywhere()) and os.environ.get("LOCAL_RANK", "0") != "0":
-            sys.exit(1)  # the first rank of this machine says it
+        if isinstance(error, _same_everywhere()):
+            _let_the_first_rank_say_it()
         sys.exit(f"[rank {rank}] error: {_text_of(error)}")
     stop_signal.exit_if_stopped()
+
+
+def _let_the_first_rank_say_it() -> None:
+    """Return in the first rank of this machine; another one is ended with it meanwhile."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_SAID_BY_THE_FIRST_S)
 
 
 def _text_of(error: Exception) -> str:

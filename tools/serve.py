@@ -22,7 +22,7 @@ def launch(argv: list[str]) -> int:
     """Run the server until it ends; returns the exit code for the shell."""
     parser = argparse.ArgumentParser(
         description="Serve a model on this machine: one process a replica.",
-        epilog=f"All other flags go to {TOOL.name}, whose help follows; its own are at the end.",
+        epilog=f"All other flags go to {TOOL.name}, whose help follows.",
         allow_abbrev=False,
         add_help=False,
     )
@@ -30,13 +30,14 @@ def launch(argv: list[str]) -> int:
         "--replicas", type=int, default=2, metavar="N", help="Processes to start. Default: 2."
     )
     own, rest = parser.parse_known_args(argv)
-    if "--help" in rest or "-h" in rest:
+    asks_for_help = not {"--help", "-h", "--help-all"}.isdisjoint(rest)
+    if asks_for_help:
         parser.print_help()
-        print()
+        print(flush=True)
     if own.replicas < 1:
         print(f"error: --replicas is {own.replicas}; give 1 or more", file=sys.stderr)
         return 2
-    replicas = 1 if "--help" in rest or "-h" in rest else own.replicas
+    replicas = 1 if asks_for_help else own.replicas
     print(f"[serve] starting {replicas} process(es); the first imports take a while", flush=True)
     joins = any(flag.partition("=")[0] == _JOINS for flag in rest)
     return run_processes(

@@ -505,6 +505,28 @@ def test_what_megatron_prints_is_kept_back_unless_it_fails(built, monkeypatch, c
     assert capsys.readouterr().out == "usage: …\n"
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_of_a_machine_says_what_every_rank_finds_wrong(
+    built, monkeypatch, capsys, rank
+):
+    def parse(*args: Any) -> None:
+        print("error: there is no flag --prt", file=sys.stderr)
+        raise SystemExit(2)
+
+    def ended_meanwhile(seconds: float) -> None:
+        assert seconds == tool._SAID_BY_THE_FIRST_S
+        assert capsys.readouterr().err == ""
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model, "parse", parse)
+    monkeypatch.setattr(tool.time, "sleep", ended_meanwhile)
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
+        built("--prt")
+    assert ended.type is (KeyboardInterrupt if rank else SystemExit)
+    assert capsys.readouterr().err == ("" if rank else "error: there is no flag --prt\n")
+
+
 # --- one rank's life -----------------------------------------------------------------------------
 
 
@@ -1169,8 +1191,9 @@ def test_how_it_ends(tmp_path, ends, code, said):
     assert "Traceback" not in done.stderr
 
 
-def test_help_is_the_launcher_s_and_one_tool_s(launched, capsys):
-    _, ((replicas, command, _),) = launched("--help", "--replicas", "4")
+@pytest.mark.parametrize("flag", ["-h", "--help", "--help-all"])
+def test_help_is_the_launcher_s_and_one_tool_s(launched, capsys, flag):
+    _, ((replicas, command, _),) = launched(flag, "--replicas", "4")
     assert replicas == 1
-    assert command[1:] == ["--help"]
+    assert command[1:] == [flag]
     assert "--replicas N" in capsys.readouterr().out
