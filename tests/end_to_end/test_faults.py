@@ -3,6 +3,10 @@
 import re
 import signal
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 import openai
 import psutil
@@ -72,6 +76,31 @@ def test_sampling_that_ends_a_released_engine_is_answered(client):
     assert completion.usage.completion_tokens == 2
     with pytest.raises(openai.BadRequestError, match="does not take top_k and top_p together"):
         client.completions.create(model="tiny", prompt="Hi", top_p=0.5, extra_body={"top_k": 5})
+
+
+def test_front_ends_that_die_under_load_are_replaced(served, client):
+    """Clients that try again, as openai's do, get every answer."""
+    port = urlsplit(served.urls[0]).port
+    before = {process for process in served.processes() if _listens(process, port)}
+    patient = client.with_options(max_retries=10)
+
+    def ask(number: int) -> int:
+        answer = patient.completions.create(model="tiny", prompt=f"No. {number}", max_tokens=16)
+        return answer.usage.completion_tokens
+
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, number) for number in range(64)]
+        for process in before:
+            process.kill()
+            time.sleep(0.2)
+        assert all(0 < each.result(120) <= 16 for each in asked)
+    deadline = time.monotonic() + 60
+    while len({p for p in served.processes() if _listens(p, port)} - before) < len(before):
+        assert time.monotonic() < deadline, "not all were replaced"
+        time.sleep(0.1)
+    assert served.log.count("http_frontend_restarts") == len(before) == 4
+    with urlopen(f"{served.urls[0]}/health", timeout=60) as health:
+        assert health.status == 200
 
 
 def test_a_coordinator_that_dies_ends_the_job_with_its_last_error(served, client):
