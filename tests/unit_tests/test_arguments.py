@@ -131,6 +131,7 @@ def test_help_of_the_fleet_tells_default_and_range(parser):
         "retry_deadline": "it was tried. Must be 0 or more. Default: 600.0.",
         "return_wait": "and others get them. Must be 0 or more. Default: 3.0.",
         "replica_wait": "answered with an error. Must be 0 or more. Default: 60.0.",
+        "pause_wait": "client lets it run. Must be 0 or more. Default: 300.0.",
         "hung_timeout": "paused or suspended. Must be 3 or more. Default: 120.0.",
         "max_inflight_requests": "others are there. Must be 1 or more. Default: 100000.",
         "max_inflight_bytes": "and parameters. Must be 1 or more. Default: 8589934592.",

@@ -25,12 +25,18 @@ from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.core import Coordinator
 from megatron.core.inference.coordinator.hashing import pack_hashes
 from megatron.core.inference.coordinator.kv_events import BREAK, CLEARED, pack_events
-from megatron.core.inference.coordinator.lifecycle import FleetState, Signal
+from megatron.core.inference.coordinator.lifecycle import (
+    OWNING,
+    REDUNDANT,
+    FleetState,
+    Signal,
+    advance,
+)
 from megatron.core.inference.coordinator.policies import PrefixCachingCostPolicy
 
 SEEDS, MESSAGES = 50, 2000
 ENGINES = [b"e0", b"e1", b"e2", b"e3", b"mp-coord-4", b"mp-coord-5"]
-CLIENTS = [b"c0", b"c1", b"c2"]
+CLIENTS = [b"c0-1", b"c1-1", b"c1-2"]  # the last two are connections of one client
 ANYBODY = [*ENGINES, *CLIENTS, b"x", b""]
 ACTIONS = {
     "submit": 40,
@@ -46,6 +52,7 @@ ACTIONS = {
     "sweep": 2,
     "leave": 2,
     "drain": 1,
+    "crash": 0.4,
 }
 
 
@@ -72,6 +79,10 @@ class Row:
     since: float | None = None
 
 
+def name_of(peer):
+    return peer.rpartition(b"-")[0]
+
+
 def body_of(name):
     return b"answer to %d" % name
 
@@ -87,6 +98,9 @@ class Campaign:
         stale: Ids of requests that were lost with an engine, by its peer.
         ranks: Peers by number.
         heard: When each engine of ours last said anything, on the fleet's clock.
+        owner: Name of the client whose pause it is; None while the fleet runs.
+        alone: When the last connection of that name was gone; None while there is one.
+        abandoned: Nobody is to wait for the end of the pause any more.
         told: How many messages there were.
         met: How often each kind of effect was seen, and what else is worth counting.
     """
@@ -104,6 +118,7 @@ class Campaign:
             trace=rng.random() < 0.5,
             max_retries=rng.choice([0, 1, 2]),
             replica_wait=rng.choice([0.0, 4.0, 30.0]),
+            pause_wait=rng.choice([0.0, 8.0, 1000.0]),
             hung_timeout=rng.choice([10.0, 1000.0]),
             max_inflight_requests=rng.choice([6, 30, 100_000]),
             max_inflight_bytes=rng.choice([150, 1 << 30]),
@@ -119,6 +134,8 @@ class Campaign:
         self.ranks = {}
         self.draining = set()
         self.heard = {}
+        self.owner = self.alone = None
+        self.abandoned = False
         self.names = {}
         self.stale = {}
         self.met = Counter()
@@ -152,8 +169,12 @@ class Campaign:
             return self.answered(peer, message)
         if isinstance(message, m.SubmitRequest) and peer in self.connected:
             self.submitted(peer, message)
+        if isinstance(message, m.Control) and peer in self.connected:
+            self.signalled(peer, message.signal)
         if isinstance(message, m.Disconnect | m.PeerLost) and peer in self.connected:
             self.connected.discard(peer)
+            if self.owner == name_of(peer) and self.owner not in map(name_of, self.connected):
+                self.alone = self.now
             for name, row in list(self.rows.items()):
                 if row.client == peer:
                     row.client = None
@@ -165,6 +186,13 @@ class Campaign:
                 if row is not None and row.peer == peer and row.request_id in message.undelivered:
                     row.tries -= 1
         return []
+
+    def signalled(self, peer, signal):
+        state = self.fleet.state
+        after = state if (state, signal) in REDUNDANT else advance(state, signal)
+        if after is not None and signal in OWNING:
+            self.owner = None if after is FleetState.RUNNING else name_of(peer)
+            self.alone, self.abandoned = None, False
 
     def answered(self, peer, message):
         expected = []
@@ -185,13 +213,20 @@ class Campaign:
         room = limits.max_inflight_bytes - size
         full = places <= 0 or (self.rows and message.size > room)
         unfair = len(own) >= 9 * places or sum(own) + message.size > 9 * room
-        if full or (own and unfair):
+        if self.abandoned or full or (own and unfair):
             self.refused = message.client_request_id
         else:
             self.rows[message.client_request_id] = Row(peer, message.size, peer)
 
     def logged(self, log):
         self.met[log.event] += 1
+        if log.event == "pause_abandoned":
+            assert not self.abandoned
+            assert self.now - self.alone >= self.limits.pause_wait
+            assert log.fields["requests"] == len(self.rows)
+            self.abandoned = True
+        if log.event == "requests_withdrawn":
+            self.withdrawn(log)
         if log.event not in ("rank_lost", "rank_left"):
             return
         peer = self.ranks.pop(log.fields["rank"])
@@ -208,6 +243,20 @@ class Campaign:
             row = self.rows[name]
             self.stale.setdefault(peer, []).append(row.request_id)
             row.peer = row.request_id = None
+            if row.client is None:
+                del self.rows[name]
+
+    def withdrawn(self, log):
+        """A rank is to drop what it has; whoever waits for some of it gets an error next."""
+        peer = self.ranks[log.fields["rank"]]
+        theirs = {name: row for name, row in self.rows.items() if row.peer == peer}
+        assert len(theirs) == log.fields["requests"]
+        if not self.abandoned:
+            assert self.fleet.state is FleetState.SUSPENDED
+            assert not peer.startswith(b"mp")
+            assert {row.client for row in theirs.values()} == {None}
+        for name, row in theirs.items():
+            self.stale.setdefault(peer, []).append(row.request_id)
             if row.client is None:
                 del self.rows[name]
 
@@ -231,6 +280,8 @@ class Campaign:
                 self.met["after a wait"] += not isinstance(cause, m.SubmitRequest)
             case m.ConnectAck():
                 self.connected.add(effect.peer)
+                if name_of(effect.peer) == self.owner:
+                    self.alone, self.abandoned = None, False
             case m.RegisterAck(rank=number):
                 self.ranks[number] = effect.peer
                 self.heard[effect.peer] = self.clock
@@ -243,10 +294,15 @@ class Campaign:
             assert effect.peer not in self.connected
             return
         assert effect.peer in self.connected
-        if code == "overloaded":
+        if code == "overloaded" or (code == "fleet_paused" and isinstance(cause, m.SubmitRequest)):
             assert name == self.refused
+            assert (code == "fleet_paused") == self.abandoned
             return
         row = self.rows.pop(name)  # a second answer or error would not find it
+        if code == "fleet_paused":
+            assert self.abandoned
+            assert row.client == effect.peer
+            return
         assert (row.client, row.peer) == (effect.peer, None)
         if code == "replica_lost":
             assert row.tries == 1 + self.limits.max_retries or not self.limits.max_retries
@@ -279,6 +335,14 @@ class Campaign:
         for rank in self.fleet.ranks.present:
             silence = 0 if rank.released else self.clock - self.heard[rank.peer]
             assert silence <= self.limits.hung_timeout
+        if self.alone is not None:
+            assert self.abandoned == (self.now - self.alone >= self.limits.pause_wait)
+        if self.fleet.state is FleetState.SUSPENDED and self.limits.max_retries:
+            kept = {row.peer for row in self.rows.values() if row.client is not None}
+            assert all(
+                r.peer is None or r.peer in kept or r.peer.startswith(b"mp")
+                for r in self.rows.values()
+            )
         if not live and self.fleet.dispatcher.opened:
             waited = [self.now - row.since for row in self.rows.values() if row.peer is None]
             assert all(seconds < self.limits.replica_wait or not seconds for seconds in waited)
@@ -419,6 +483,16 @@ class Campaign:
             self.reply(peer, [row.request_id for row in self.rows.values() if row.peer == peer])
             self.tell(peer, m.Disconnect())
 
+    def crash(self):
+        """A trainer pauses the fleet, maybe suspends it, and its connections break."""
+        trainer = self.rng.choice(CLIENTS)
+        self.tell(trainer, make_connect())
+        for signal in [Signal.PAUSE, Signal.SUSPEND][: self.rng.randint(1, 2)]:
+            self.tell(trainer, m.Control(signal))
+        for peer in CLIENTS:
+            if name_of(peer) == name_of(trainer) and self.rng.random() < 0.8:
+                self.tell(peer, m.PeerLost())
+
     def finish(self):
         """Half of the ranks answer all they have, the others are lost, and at last all are."""
         for signal in (Signal.RESUME, Signal.UNPAUSE):
@@ -467,7 +541,8 @@ def test_the_campaigns_met_whatever_can_happen():
     met = sum(MET.values(), Counter())
     often = [
         *("Reply", "EngineRequest", "Trace", "RegisterAck", "DrainAck", "RegisterAgain", "Resync"),
-        *("replica_lost", "no_replica", "overloaded", "not_connected"),
+        *("replica_lost", "no_replica", "overloaded", "not_connected", "fleet_paused"),
+        *("pause_abandoned", "requests_withdrawn"),
         *("rank_lost", "rank_left", "left while draining", "hung", "no_rank_left", "client_lost"),
         *("tried again", "after a wait", "reply_dropped", "reply_from_stranger", "rank_untrusted"),
         *("signal_refused", "hashes_refused", "Control", "Ping"),

@@ -45,6 +45,7 @@ def test_the_defaults_of_the_fleet():
         "retry_deadline": 600.0,
         "return_wait": 3.0,
         "replica_wait": 60.0,
+        "pause_wait": 300.0,
         "hung_timeout": 120.0,
         "max_inflight_requests": 100_000,
         "max_inflight_bytes": 8 * 2**30,
@@ -159,6 +160,7 @@ def test_a_wrong_value_is_refused_with_its_flag_and_what_to_do(name, value, mess
     [
         ("max_retries", "0 or more"),
         ("replica_wait", "0 or more"),
+        ("pause_wait", "0 or more"),
         ("hung_timeout", "3 or more"),
         ("max_inflight_requests", "1 or more"),
         ("max_inflight_bytes", "1 or more"),

@@ -94,6 +94,21 @@ def _log_what_a_client_made_up(file: str) -> None:
     run(ProcessSettings(), None, None)
 
 
+def _pause_and_hang(address: str, pipe: Connection) -> None:
+    """A trainer that suspends the fleet, and never gets to the end of its update."""
+
+    async def trainer() -> None:
+        client = InferenceClient(address, connect_timeout=50)
+        client.start(asyncio.get_running_loop())
+        client.pause_engines()
+        client.suspend_engines()
+        await asyncio.sleep(0.5)
+        pipe.send("suspended")
+        await asyncio.sleep(600)
+
+    asyncio.run(trainer())
+
+
 def _start_one(pipe: Connection) -> None:
     coordinator = CoordinatorProcess(ProcessSettings())
     pipe.send(coordinator.process.pid)
@@ -375,6 +390,62 @@ def heard(link: CoordinatorLink, kind: type) -> Any:
                 return message
         time.sleep(0.01)
     raise AssertionError("nothing came")
+
+
+def test_a_trainer_that_is_killed_in_an_update_leaves_nobody_waiting(orphan_to_be):
+    """In a process of its own; its fleet stays suspended until another one comes."""
+    registration = m.Register(1, "job", 0, 0, 8, 256, 100, "lru")
+    ours, theirs = warm_up().Pipe()
+
+    async def serve(link: CoordinatorLink, client: InferenceClient, trainer: Any) -> None:
+        taken = await asyncio.to_thread(link.register, registration, 10)
+        running = client.add_request([1], SamplingParams(termination_id=-1))
+        number = (await asyncio.to_thread(heard, link, m.EngineRequest)).request_id
+        trainer.start()
+        assert await asyncio.to_thread(ours.poll, 50)
+        waiting = client.add_request([2], SamplingParams(termination_id=-1))
+        await asyncio.to_thread(heard, link, m.EngineRequest)
+        assert client.unavailable is None
+        trainer.kill()
+        for future in (running, waiting):
+            with pytest.raises(RequestFailed) as failed:
+                await asyncio.wait_for(future, 50)
+            assert (failed.value.code, failed.value.retryable) == ("fleet_paused", True)
+        with pytest.raises(RequestFailed, match="the client that suspended it has been gone"):
+            await asyncio.wait_for(client.add_request([3], SamplingParams(termination_id=-1)), 10)
+        while client.unavailable is None:
+            await asyncio.sleep(0.01)
+        assert "has a suspended fleet" in client.unavailable
+        await asyncio.to_thread(heard, link, m.RegisterAgain)
+        link.send(replace(registration, generation=taken.generation, requests=[number, number + 1]))
+        again = await asyncio.to_thread(heard, link, m.RegisterAck)
+        assert (again.state, again.kept) == ("suspended", [])
+        client.resume_engines()
+        client.unpause_engines()
+        answered = client.add_request([4], SamplingParams(termination_id=-1))
+        told = (await asyncio.to_thread(heard, link, m.EngineRequest)).request_id
+        assert told not in (number, number + 1)
+        body = wire.pack({"generated_tokens": [7], "generated_text": "7"})
+        link.send(m.EngineReply((m.Answer(number, "COMPLETED", 0, 0, body),)))  # late: dropped
+        link.send(m.EngineReply((m.Answer(told, "COMPLETED", 0, 0, body),)))
+        assert (await asyncio.wait_for(answered, 10))["generated_tokens"] == [7]
+
+    async def main(address: str) -> None:
+        client = InferenceClient(address, connect_timeout=10)
+        client.start(asyncio.get_running_loop())
+        context = zmq.Context()
+        trainer = warm_up().Process(target=_pause_and_hang, args=(address, theirs))
+        try:
+            await serve(CoordinatorLink(context, address, b"engine", grace=60.0), client, trainer)
+        finally:
+            if trainer.pid is not None:
+                trainer.kill()
+            client.stop()
+            context.destroy(linger=0)
+
+    soon = CoordinatorSettings(fleet=FleetSettings(pause_wait=1))
+    with started(coordinator=soon) as coordinator:
+        asyncio.run(main(coordinator.address))
 
 
 def test_a_standstill_costs_no_request_and_none_is_computed_twice(orphan_to_be):

@@ -63,6 +63,7 @@ TO_COORDINATOR = [
 FROM_COORDINATOR = [
     (m.ConnectAck(1, "longest_prefix", 16, 4), [1, 1, "longest_prefix", 16, 4], []),
     (m.Serving(False), [50, False], []),
+    (m.Serving(False, "has a paused fleet"), [50, False, "has a paused fleet"], []),
     (m.Reply(5, b"body"), [21, 5], [b"body"]),
     (m.Reply("five", b""), [21, "five"], [b""]),
     (m.EngineRequest(9, 4, b"s", b"p"), [20, 9, 4], [b"s", b"p"]),

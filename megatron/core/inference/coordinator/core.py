@@ -5,6 +5,7 @@ drive the same object. Nothing a peer says can raise here: what is wrong is logg
 answered with an error.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.fleet import BROKE, LEFT, Fleet
 from megatron.core.inference.coordinator.lifecycle import (
     EPOCH_SIGNALS,
+    OWNING,
     REDUNDANT,
     Signal,
     advance,
@@ -23,6 +25,7 @@ _CLIENT_PING_TICKS = 10
 take turns, since 10,000 pings in one tick would hold up whoever comes next."""
 
 
+_NUMBER = re.compile(rb"-\d+\Z")
 _ANY = m.Right.ALL
 _NEEDED = {
     m.Connect: m.Right.SUBMIT | m.Right.CONTROL,
@@ -57,7 +60,7 @@ class Coordinator:
         self._turns: list[dict[bytes, None]] = [{} for _ in range(_CLIENT_PING_TICKS)]
         self._never_pinged: dict[bytes, None] = {}  # the released dialect has no pings
         self._ticks = 0
-        self._serving = False  # what clients were told
+        self._told = self.fleet.serving
         self._handlers: dict[type, Handler] = {
             m.Connect: self._connect,
             m.SubmitRequest: self._submit,
@@ -123,6 +126,8 @@ class Coordinator:
         together = self._never_pinged if released else min(self._turns, key=len)
         together[peer] = None
         self._clients[peer] = together
+        if _name_of(peer) == self.fleet.pause.owner:
+            self.fleet.pause.belongs_to(_name_of(peer))
         acknowledgement = m.ConnectAck(
             PROTOCOL_VERSION,
             self.settings.signal.value,
@@ -130,8 +135,8 @@ class Coordinator:
             self.fleet.weight_epoch,
         )
         effects: list[m.Effect] = [m.Send(peer, acknowledgement)]
-        if not released and not self.fleet.serving:
-            effects.append(m.Send(peer, m.Serving(False)))
+        if not released and not self.fleet.serving.serving:
+            effects.append(m.Send(peer, self.fleet.serving))
         return effects
 
     def _submit(self, peer: bytes, message: m.SubmitRequest, now: float) -> list[m.Effect]:
@@ -149,13 +154,15 @@ class Coordinator:
             return [m.Log("control_before_connect", warning=True, peer=peer)]
         signal, args = message.signal, message.args
         fleet = self.fleet
-        state = advance(fleet.state, signal)
+        redundant = (fleet.state, signal) in REDUNDANT
+        state = fleet.state if redundant else advance(fleet.state, signal)
         if state is None:
-            if (fleet.state, signal) in REDUNDANT:
-                return []
             fields = {"signal": signal.name, "state": fleet.state.value}
             return [m.Log("signal_refused", fields, warning=True, peer=peer)]
-        fleet.enter(state, now)
+        if signal in OWNING:
+            fleet.enter(state, _name_of(peer), now)
+        if redundant:
+            return []
         if signal in EPOCH_SIGNALS:
             self._begin_epoch_if_due(signal, args)
             args = (*args, fleet.weight_epoch)
@@ -210,6 +217,9 @@ class Coordinator:
             return self.fleet.lose_ranks([rank], now, cause)
         if not self._forget_client(peer):
             return []
+        owner = self.fleet.pause.owner
+        if _name_of(peer) == owner and not any(_name_of(c) == owner for c in self._clients):
+            self.fleet.owner_left(now)
         running = self.fleet.ledger.lose_client(peer)
         return [m.Log("client_lost", {"cause": cause, "requests_running": running}, peer=peer)]
 
@@ -231,15 +241,19 @@ class Coordinator:
         effects = self.fleet.tick(self._ticks, now, message.stood_still)
         ping = m.Ping(self._ticks)
         effects += [m.Send(client, ping) for client in self._turns[self._ticks % len(self._turns)]]
-        if self.fleet.serving != self._serving:
-            self._serving = self.fleet.serving
-            told = m.Serving(self._serving)
-            effects += [m.Send(client, told) for turn in self._turns for client in turn]
+        if self.fleet.serving != self._told:
+            self._told = self.fleet.serving
+            effects += [m.Send(client, self._told) for turn in self._turns for client in turn]
         return effects
 
     def _sweep(self, peer: bytes, message: m.Sweep, now: float) -> list[m.Effect]:
         self.fleet.index.expire(now)
         return []
+
+
+def _name_of(client: bytes) -> bytes:
+    """What a client's connections have in common: each is numbered (`runtime/connection.py`)."""
+    return _NUMBER.sub(b"", client)
 
 
 def _forbidden(peer: bytes, message: Any) -> list[m.Effect]:

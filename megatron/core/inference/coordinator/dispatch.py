@@ -1,6 +1,6 @@
 """Requests on their way through the fleet: admitted, given to a rank, answered or tried again."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.ledger import Ledger, RequestRecord
@@ -27,6 +27,7 @@ class Dispatcher:
     Attributes:
         opened: Whether requests are given to ranks, or still wait for as many as expected.
         weight_epoch: The present one, which requests carry to the engines.
+        refusal: Why no request is taken; None while they are.
     """
 
     def __init__(self, settings: CoordinatorSettings, ranks: Ranks, ledger: Ledger, router: Router):
@@ -37,14 +38,18 @@ class Dispatcher:
         self._router = router
         self.opened = settings.expected_ranks == 0
         self.weight_epoch = 0
+        self.refusal: str | None = None
 
     def submit(
         self, client: bytes, message: m.SubmitRequest, now: float, clock: float
     ) -> list[m.Effect]:
         """A client asks for something: admit it, if there is room, and give it to a rank."""
-        refusal = self._overloaded(message.owner or client, message.size)
+        code, refusal = m.ErrorCode.FLEET_PAUSED, self.refusal
+        if refusal is None:
+            code = m.ErrorCode.OVERLOADED
+            refusal = self._overloaded(message.owner or client, message.size)
         if refusal is not None:
-            error = m.RequestError(message.client_request_id, m.ErrorCode.OVERLOADED, refusal)
+            error = m.RequestError(message.client_request_id, code, refusal)
             return [m.Send(client, error), m.Log("request_refused", warning=True, peer=client)]
         record = self._ledger.admit(client, message, now)
         if self._settings.trace and self._settings.hashed:
@@ -114,6 +119,24 @@ class Dispatcher:
         self._ledger.sort_waiting()
         for record in sorted(again, key=lambda record: record.arrival):
             effects += self._route(record, clock)
+        return effects
+
+    def abandon(
+        self, records: Iterable[RequestRecord], now: float, text: str = ""
+    ) -> list[m.Effect]:
+        """Give requests up in a pause: late answers will be dropped.
+
+        Args:
+            records: The requests.
+            now: The time.
+            text: Why, for whoever waits for one of them.
+        """
+        effects: list[m.Effect] = []
+        for record in records:
+            effects += self._close(record, m.Outcome.FLEET_PAUSED)
+            if record.rank is not None:
+                self._router.settle(record, now, completed=False)
+            effects += _error(record, m.ErrorCode.FLEET_PAUSED, text)
         return effects
 
     def came_back(self, number: int) -> None:

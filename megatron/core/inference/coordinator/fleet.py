@@ -9,6 +9,7 @@ from megatron.core.inference.coordinator.index import PrefixIndex
 from megatron.core.inference.coordinator.kv_events import Change, EventStream, segments
 from megatron.core.inference.coordinator.ledger import Ledger
 from megatron.core.inference.coordinator.lifecycle import FleetState, Signal
+from megatron.core.inference.coordinator.pause import Pause
 from megatron.core.inference.coordinator.ranks import Rank, Ranks, name_of, refusal
 from megatron.core.inference.coordinator.router import Router
 from megatron.core.inference.coordinator.settings import CoordinatorSettings
@@ -65,6 +66,7 @@ class Fleet:
         index: What the ranks hold.
         router: Chooses ranks.
         dispatcher: Takes requests through the fleet.
+        pause: Whose it is that the fleet does not run, and what that means for requests.
         joining: Who waits for the others, to be numbered in order (deterministic mode).
     """
 
@@ -80,6 +82,7 @@ class Fleet:
         self.joining: dict[bytes, m.Register] = {}
         self._clock = FleetClock()
         self._awake = FleetClock()  # goes on in a pause
+        self.pause = Pause(settings, self.ranks, self.ledger, self.dispatcher)
         self._hashed = settings.hashed
         self._advised = False
 
@@ -89,9 +92,15 @@ class Fleet:
         return self.dispatcher.weight_epoch
 
     @property
-    def serving(self) -> bool:
-        """Whether there is a replica for requests, and as many as were expected had come."""
-        return self.dispatcher.opened and len(self.ranks) > 0
+    def serving(self) -> m.Serving:
+        """Whether requests would be served: nobody left them paused, and a replica is there.
+
+        As many as were expected must have come once.
+        """
+        if self.dispatcher.refusal is not None:
+            state = self.state.value
+            return m.Serving(False, f"has a {state} fleet, and the client that {state} it is gone")
+        return m.Serving(self.dispatcher.opened and len(self.ranks) > 0)
 
     def check_integrity(self) -> None:
         """Compare everything that is counted with the records it is counted from.
@@ -109,10 +118,16 @@ class Fleet:
         idle = self.dispatcher.opened and self.router.has_room
         assert not idle or self.ledger.first_waiting is None, "a request waits for nothing"
 
-    def enter(self, state: FleetState, now: float) -> None:
-        """The engines are told to be something else."""
+    def enter(self, state: FleetState, owner: bytes, now: float) -> None:
+        """The engines are told what to be, by a client of this name."""
+        running = state is FleetState.RUNNING
         self.state = state
-        self._clock.run(state is FleetState.RUNNING, now)
+        self._clock.run(running, now)
+        self.pause.belongs_to(None if running else owner)
+
+    def owner_left(self, now: float) -> None:
+        """The client whose pause it is is gone; it may come back."""
+        self.pause.owner_left(self._awake.read(now))
 
     def begin_epoch(self) -> None:
         """The weights are others now: KV computed so far must not be reused."""
@@ -384,6 +399,7 @@ class Fleet:
         limit = self._settings.fleet.hung_timeout
         hung = [r for r in self.ranks.present if not r.released and clock - r.heard > limit]
         effects += self.lose_ranks(hung, now, f"no sign of life for {limit:g} s")
+        effects += self.pause.look_after(self.state, now, awake)
         for rank in self.ranks.present:
             if rank.released:
                 continue

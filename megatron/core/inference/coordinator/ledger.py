@@ -217,6 +217,11 @@ class Ledger:
                 self.finish(record.request_id)
         return sum(record.rank is not None for record in records.values())
 
+    def for_nobody(self, rank: int) -> bool:
+        """Whether a rank has requests in flight, and nobody waits for any of them."""
+        records = self._by_rank.get(rank, {}).values()
+        return bool(records) and all(record.client is None for record in records)
+
     def of_rank(self, rank: int) -> list[RequestRecord]:
         """What a rank has in flight, in the order of assignment."""
         return list(self._by_rank.get(rank, {}).values())

@@ -45,6 +45,9 @@ STATELESS = frozenset(
 )
 """Signals that are passed on in every state and change none."""
 
+OWNING = frozenset(Signal) - {Signal.START_CUDA_PROFILER, Signal.STOP_CUDA_PROFILER}
+"""Signals that make their sender the owner of a pause (`pause.py`)."""
+
 EPOCH_SIGNALS = frozenset({Signal.RESUME, Signal.SET_GENERATION_EPOCH})
 """Signals that (may) begin a weight epoch; to engines they end with its number."""
 

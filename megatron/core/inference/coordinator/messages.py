@@ -61,6 +61,7 @@ class ErrorCode(StrEnum):
     REGISTRATION_REFUSED = "registration_refused"
     OVERLOADED = "overloaded"
     FORBIDDEN = "forbidden"
+    FLEET_PAUSED = "fleet_paused"
 
 
 class Right(Flag):
@@ -282,10 +283,12 @@ class Serving:
     """Whether requests sent now would be served; a client that is told nothing takes it that so.
 
     Attributes:
-        serving: A replica is there.
+        serving: A replica is there, and it runs or somebody is there to let it run again.
+        reason: Why not, as what "the coordinator" does; empty: it has no replica.
     """
 
     serving: bool
+    reason: str = ""
 
 
 @dataclass(slots=True)
@@ -445,6 +448,7 @@ class Outcome(StrEnum):
     FAILED = "failed"  # the engine could not take it: too long, for example
     REPLICA_LOST = "replica_lost"
     NO_REPLICA = "no_replica"
+    FLEET_PAUSED = "fleet_paused"  # and nobody was left to end that, or to wait for an answer
 
 
 @dataclass(slots=True)

@@ -139,6 +139,16 @@ class FleetSettings(Settings):
             minimum=0.0,
         ),
     )
+    pause_wait: float = field(
+        default=300.0,
+        metadata=about(
+            "Seconds that requests wait in a paused or suspended fleet once the client that did it "
+            "is gone, until they are answered with an error, as are new ones (HTTP 503). Longer "
+            "than a trainer takes to start again. The fleet stays paused until a client lets it "
+            "run.",
+            minimum=0.0,
+        ),
+    )
     hung_timeout: float = field(
         default=120.0,
         metadata=about(

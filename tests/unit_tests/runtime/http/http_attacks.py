@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
-_FAILURES = ["overflow", "overloaded", "no_replica", "replica_lost"]
+_FAILURES = ["overflow", "overloaded", "no_replica", "replica_lost", "fleet_paused"]
 OUTCOMES = [*["ok"] * 6, *["tool call"] * 3, "odd tool call", *_FAILURES]
 """What may become of an engine request."""
 

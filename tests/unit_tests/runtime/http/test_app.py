@@ -1039,6 +1039,7 @@ def test_what_an_engine_refuses_is_said_without_the_name_that_it_has_on_the_wire
         (Overloaded(ErrorCode.OVERLOADED, "9 requests wait"), 429, "rate_limit_error"),
         (RequestFailed(ErrorCode.NO_REPLICA, "nobody serves"), 503, "server_error"),
         (RequestFailed(ErrorCode.REPLICA_LOST, "it was lost"), 503, "server_error"),
+        (RequestFailed(ErrorCode.FLEET_PAUSED, "it is paused"), 503, "server_error"),
     ],
 )
 def test_refusals_of_the_coordinator_say_when_to_come_again(ask_with, failure, status, kind):

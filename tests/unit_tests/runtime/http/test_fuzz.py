@@ -80,7 +80,7 @@ class Client:
         outcome = self.outcomes.pop(0) if self.outcomes else "ok"
         if outcome == "overloaded":
             future.set_exception(Overloaded(outcome, "100000 requests are waiting"))
-        elif outcome in ("no_replica", "replica_lost"):
+        elif outcome in ("no_replica", "replica_lost", "fleet_paused"):
             future.set_exception(RequestFailed(outcome, "none is there"))
         elif outcome == "overflow":
             event = {"type": "ERROR_NONTRANSIENT", "payload": "MaxSequenceLengthOverflowError(7)"}
@@ -201,7 +201,8 @@ class Target:
         assert isinstance(error["param"], str | None)
         assert isinstance(error["code"], str)
         assert answer.status < 500 or answer.status == 503, (answer, self.faults)
-        assert (answer.status == 503) == (error["code"] in ("no_replica", "replica_lost"))
+        unavailable = ("no_replica", "replica_lost", "fleet_paused")
+        assert (answer.status == 503) == (error["code"] in unavailable)
         assert (answer.status == 429) == (error["code"] == "overloaded")
         assert ("retry-after" in answer.headers) == (answer.status in (429, 503))
         assert ("www-authenticate" in answer.headers) == (answer.status == 401)

@@ -32,7 +32,14 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_RETRYABLE = frozenset({m.ErrorCode.NO_REPLICA, m.ErrorCode.REPLICA_LOST, m.ErrorCode.OVERLOADED})
+_RETRYABLE = frozenset(
+    {
+        m.ErrorCode.NO_REPLICA,
+        m.ErrorCode.REPLICA_LOST,
+        m.ErrorCode.OVERLOADED,
+        m.ErrorCode.FLEET_PAUSED,
+    }
+)
 
 
 class RequestFailed(RuntimeError):
@@ -129,7 +136,7 @@ class InferenceClient:
         self._started = False
         self._hashed = False
         self._block_size = 0
-        self._serving = True
+        self._fleet = m.Serving(True)
 
     # --- connecting --------------------------------------------------------------------------
 
@@ -158,11 +165,13 @@ class InferenceClient:
     def unavailable(self) -> str | None:
         """Why requests would not be served at present; None if they would, as far as is known.
 
-        A request may be sent nevertheless: it waits for a replica for a while.
+        A request may be sent nevertheless: for a replica it waits for a while.
         """
         if self._link.trouble is not None:
             return self._link.trouble
-        return None if self._serving else f"the coordinator at {self.address} has no replica"
+        if self._fleet.serving:
+            return None
+        return f"the coordinator at {self.address} {self._fleet.reason or 'has no replica'}"
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -291,9 +300,9 @@ class InferenceClient:
             case m.ConnectAck(signal=signal, block_size=block_size):
                 self._block_size = block_size
                 self._hashed = routes_on_prefix(signal) and block_size > 0
-                self._serving = True  # else it says so next
-            case m.Serving(serving=serving):
-                self._serving = serving
+                self._fleet = m.Serving(True)  # else it says so next
+            case m.Serving():
+                self._fleet = message
             case m.RequestError():
                 future = self.completion_futures.get(message.client_request_id)
                 if future is not None and not future.done():
@@ -327,7 +336,10 @@ class InferenceClient:
     # --- control signals ---------------------------------------------------------------------
 
     def pause_engines(self) -> None:
-        """Let all engines finish their step and wait. Await `engine.paused` for confirmation."""
+        """Let all engines finish their step and wait. Await `engine.paused` for confirmation.
+
+        The pause is this client's to end: if it is gone for too long, requests get errors.
+        """
         self._link.send(m.Control(Signal.PAUSE))
 
     def unpause_engines(self) -> None:

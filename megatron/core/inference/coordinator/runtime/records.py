@@ -154,8 +154,9 @@ class Record(_Output):
     `client` the hexadecimal identity of the coordinator's client, an HTTP front end as a rule; null
     once it was gone. `hashes` are the packed block hashes (little-endian int64) in hexadecimal,
     null where the client did not hash or the policy reads none. `rank` had it last, null where none
-    did. `outcome` is `answered`, `failed` (the engine could not take it), `replica_lost` or
-    `no_replica`. `cached_tokens` and `output_tokens` are -1 where the engine does not tell.
+    did. `outcome` is `answered`, `failed` (the engine could not take it), `replica_lost`,
+    `no_replica` or `fleet_paused` (given up in a pause). `cached_tokens` and `output_tokens` are -1
+    where the engine does not tell.
 
     Lines are added to what the file holds, and are there after a second. Requests that were
     refused, or whose client was gone before a rank had them, or that were in flight when the

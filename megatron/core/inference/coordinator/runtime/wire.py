@@ -234,7 +234,7 @@ _TO = [
 ]
 _FROM = [
     _Layout(Header.CONNECT_ACK, m.ConnectAck, (int, str, int, int)),
-    _Layout(Header.SERVING, m.Serving, (bool,)),
+    _Layout(Header.SERVING, m.Serving, (bool,), extra=(str,)),
     _Layout(Header.SUBMIT_REQUEST, m.EngineRequest, (int, int), 2),
     _Layout(Header.ENGINE_REPLY, m.Reply, (_ID,), 1),
     _Layout(Header.REGISTER_ACK, m.RegisterAck, (int, int, int, str), extra=(list,)),

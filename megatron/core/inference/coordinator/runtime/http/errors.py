@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-STATUS_OF_CODE = {"overloaded": 429, "no_replica": 503, "replica_lost": 503}
+STATUS_OF_CODE = {"overloaded": 429, "no_replica": 503, "replica_lost": 503, "fleet_paused": 503}
 """HTTP status of an inference error's `code`; for others `retryable` decides: 503 or 500."""
 
 RETRY_AFTER_S = 1
