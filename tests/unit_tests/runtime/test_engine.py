@@ -345,6 +345,72 @@ def test_a_weight_update_loses_nothing_and_old_kv_is_not_reused(
             weight.copy_(before)
 
 
+@pytest.mark.parametrize(
+    ("mode", "scheduling", "gone"),
+    [
+        ("persist", "legacy", "trainer"),
+        ("offload", "async", "trainer"),
+        ("recompute", "legacy", "trainer"),
+        ("persist", "async", "asker"),
+    ],
+)
+def test_a_suspended_engine_computes_nothing_for_nobody_once_it_runs_again(
+    mode, scheduling, gone, patched, cpu_engine, recomputed, monkeypatch
+):
+    """The trainer dies and the requests are given up, or whoever asked is gone."""
+    from megatron.core.inference.config import AsyncScheduleMode, KVCacheManagementMode
+
+    from megatron.core.inference.coordinator.runtime import engine_start
+    from megatron.core.inference.coordinator.runtime.client import InferenceClient
+    from megatron.core.inference.coordinator.settings import FleetSettings
+
+    monkeypatch.setattr(engine_start, "fleet_settings", lambda: FleetSettings(pause_wait=0.5))
+
+    async def run() -> tuple[list[str], dict]:
+        engine = cpu_engine(
+            kv_cache_management_mode=KVCacheManagementMode(mode),
+            async_sched_mode=AsyncScheduleMode(scheduling),
+            max_requests=4,
+        )
+        async with coordinated(engine) as address:
+            asker, trainer, other = (InferenceClient(address) for _ in range(3))
+            async with connected(asker), connected(trainer), connected(other):
+                await answer_of(asker, PROMPT)
+                running = [  # two of them wait in the engine
+                    asker.add_request(
+                        PROMPT[n:], SamplingParams(**GREEDY | {"num_tokens_to_generate": 400})
+                    )
+                    for n in range(6)
+                ]
+                while engine.context.get_active_request_count() < 4:
+                    await asyncio.sleep(0.01)
+                trainer.pause_engines()
+                await reached(engine, "PAUSED")
+                trainer.suspend_engines()
+                await reached(engine, "SUSPENDED")
+                assert len(engine.requests) == 6
+                (trainer if gone == "trainer" else asker).stop()
+                end = engine._prefix_routing
+                while not end.drop_due:
+                    await asyncio.sleep(0.01)
+                failures = await asyncio.gather(*running, return_exceptions=True)
+                other.resume_engines()
+                late = asyncio.ensure_future(answer_of(other, PROMPT))
+                await reached(engine, "RESUMED")
+                while late.done() or len(engine.requests) != 1:
+                    await asyncio.sleep(0.01)
+                assert list(end.cache.found) == list(engine.requests)
+                other.unpause_engines()
+                answer = await late
+                assert end.events.counts["requests_dropped"] == 1
+                return [getattr(f, "code", type(f).__name__) for f in failures], answer
+
+    codes, answer = asyncio.run(asyncio.wait_for(run(), 120))
+    assert codes == [{"trainer": "fleet_paused", "asker": "CancelledError"}[gone]] * 6
+    assert answer["num_cached_tokens"] == 0
+    assert answer["generated_tokens"] == recomputed(PROMPT, answer["generated_tokens"])
+
+
 def test_unpause_and_suspend_of_a_running_engine_are_no_end(patched, cpu_engine, caplog):
     """The released engine asserts; here the coordinator refuses what has no place."""
     from megatron.core.inference.coordinator.runtime.client import InferenceClient

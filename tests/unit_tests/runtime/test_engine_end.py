@@ -400,16 +400,99 @@ def test_an_engine_without_requests_keeps_its_cache_when_it_registers_again():
     assert engine.did == []
 
 
+SUSPENDED_ACK = replace(ACK, state=FleetState.SUSPENDED)
+
+
+def make_suspended(linked: bool = True) -> tuple[DummyEngine, DummyLink]:
+    """An engine that was suspended with requests 1 and 2, of which none was kept."""
+    engine, link = make_registered(linked)
+    link.say(submit(1, detokenize=True), submit(2))
+    engine.schedule_requests()
+    engine.state = EngineState.SUSPENDED
+    link.say(m.RegisterAgain(), SUSPENDED_ACK)
+    engine.schedule_requests()
+    return engine, link
+
+
+@pytest.mark.parametrize("linked", [True, False])
 @pytest.mark.parametrize("state", [EngineState.SUSPENDING, EngineState.SUSPENDED])
-def test_an_engine_that_gave_its_memory_back_is_not_reset(state):
+def test_an_engine_that_gave_its_memory_back_drops_its_requests_at_the_resume(
+    state, linked, caplog
+):
+    engine, link = make_suspended(linked)
+    engine.state = state
+    assert engine.did == ["add 1", "add 2"]
+    assert list(engine.requests) == [1, 2]
+    link.say(RESUME)
+    engine.schedule_requests()
+    assert (engine.did == ["add 1", "add 2"]) is (state is EngineState.SUSPENDING)
+    engine.state = EngineState.SUSPENDED if state is EngineState.SUSPENDING else engine.state
+    with caplog.at_level(logging.WARNING):
+        engine.schedule_requests()
+    assert engine.did == ["add 1", "add 2", "resume", "reset"]
+    assert (engine.requests, engine.end.cache.found, engine.end.wants_text) == ({}, {}, set())
+    assert (engine.state, engine.end.cache.epoch) == (EngineState.RESUMING, 1)
+    assert link.sent == ([registered_as(0, 1, 2)] if linked else [])  # and no answers
+    assert not engine.end.forsaken
+    link.say(UNPAUSE, submit(1))
+    engine.state = EngineState.PAUSED
+    engine.schedule_requests()
+    assert engine.did[4:] == ["add 1"]
+
+
+def test_what_comes_to_a_suspended_engine_is_not_dropped_with_what_it_had():
+    engine, link = make_suspended()
+    link.say(submit(3), m.Ping(1), submit(4, [9]))
+    engine.schedule_requests()
+    assert engine.did == ["add 1", "add 2"]
+    link.say(RESUME, submit(5), UNPAUSE)
+    engine.schedule_requests()
+    assert engine.did[2:] == ["resume", "reset", "add 3", "add 4", "add 5"]
+    assert engine.get_request(4).prompt_tokens.tolist() == [9]
+    assert {found.key_epoch for found in engine.end.cache.found.values()} == {1}
+    assert link.sent[1:] == [m.Pong(1)]
+
+
+def test_a_suspended_engine_that_registers_once_more_has_what_came_since():
+    engine, link = make_suspended()
+    link.say(submit(3), submit(4), m.RegisterAgain(), submit(5))
+    engine.schedule_requests()
+    assert link.sent[1:] == [registered_as(5, 3, 4, generation=2)]
+    link.say(replace(SUSPENDED_ACK, kept=[4]), submit(6), RESUME)
+    engine.schedule_requests()
+    assert engine.did[2:] == ["resume", "reset", "add 4", "add 6"]
+
+
+def test_a_coordinator_that_runs_lets_a_suspended_engine_run_without_what_it_had():
     engine, link = make_registered()
     link.say(submit(1))
     engine.schedule_requests()
-    engine.state = state
-    link.say(m.RegisterAgain(), replace(ACK, state=FleetState.SUSPENDED))
+    engine.state = EngineState.SUSPENDED
+    link.say(m.RegisterAgain(), ACK, submit(1, [9]))
+    for _ in range(3):
+        engine.schedule_requests()
+        engine.state = SETTLED.get(engine.state, engine.state)
+    assert engine.did == ["add 1", "resume", "reset", "add 1"]
+    assert engine.get_request(1).prompt_tokens.tolist() == [9]
+    assert engine.state is EngineState.RUNNING
+
+
+def test_a_suspended_engine_of_which_some_is_kept_goes_on_with_all():
+    engine, link = make_registered()
+    link.say(submit(1), submit(2))
     engine.schedule_requests()
-    assert engine.did == ["add 1"]
-    assert link.sent == [registered_as(0, 1)]
+    engine.state = EngineState.SUSPENDED
+    link.say(m.RegisterAgain(), replace(SUSPENDED_ACK, kept=[2]), submit(3), RESUME)
+    engine.schedule_requests()
+    assert engine.did == ["add 1", "add 2", "add 3", "resume"]
+
+
+def test_a_suspended_engine_leaves_once_it_has_nothing_that_somebody_waits_for():
+    engine, link = make_suspended()
+    link.say(submit(3), m.DrainAck())
+    assert not left(engine)
+    link.say(m.RegisterAgain(), SUSPENDED_ACK)
+    assert left(engine)
 
 
 @pytest.mark.parametrize(

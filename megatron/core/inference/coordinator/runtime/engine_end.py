@@ -48,6 +48,8 @@ class EngineEnd:
         generation: What the coordinator last acknowledged this rank as; 0 before.
         asked_again_at: When it last registered again; None once that was acknowledged.
         forsaken: The coordinator gave it up, and has not taken it again yet.
+        drop_due: All requests that the engine has are to be dropped once it has its memory back.
+        held_back: Requests that came since.
         leaving: It is to answer what it has and leave; set from any thread.
         drained: No more requests will come.
         stopping: It has begun to leave.
@@ -70,6 +72,8 @@ class EngineEnd:
         self._answered: deque[tuple[float, m.Answer]] = deque()
         self.asked_again_at: float | None = None
         self.forsaken = self.leaving = self.drained = self.stopping = False
+        self.drop_due = False
+        self.held_back: list[m.EngineRequest] = []
         self._asked_to_drain_at: float | None = None
         self.stepping = self.reset_due = False
         self.ending = False
@@ -133,11 +137,13 @@ class EngineEnd:
         if self.link is not None and self.registration is not None and not self.leaving:
             self.events.write(m.Log("registering_again", warning=True))
             answered = (answer.request_id for _, answer in self._answered)
+            held_back = (request.request_id for request in self.held_back)
+            has = held_back if self.drop_due else self.cache.found
             registration = replace(
                 self.registration,
                 weight_epoch=self.cache.epoch,
                 generation=self.generation,
-                requests=[*self.cache.found, *answered],
+                requests=[*has, *answered],
             )
             self.link.send(registration)
 

@@ -34,13 +34,28 @@ def drop_requests(engine: Any, end: EngineEnd) -> None:
     """The coordinator gave all requests of this engine to others: do not compute them twice.
 
     The released engine has no other way to do so than a reset, which empties its cache as well,
-    and which it cannot do while its memory is given back: then they are computed for nobody.
+    and which it cannot do while its memory is given back: then it does so at the resume, and what
+    comes until then waits.
     """
-    if engine.requests and engine.state not in (EngineState.SUSPENDING, EngineState.SUSPENDED):
-        fields = {"requests": len(engine.requests)}
-        end.events.write(m.Log("requests_dropped", fields, warning=True))
-        end.forsaken = True  # nobody waits for an answer
-        reset(engine)
+    if not engine.requests:
+        return
+    if engine.state in (EngineState.SUSPENDING, EngineState.SUSPENDED):
+        end.drop_due = True
+        return
+    fields = {"requests": len(engine.requests)}
+    end.events.write(m.Log("requests_dropped", fields, warning=True))
+    forsaken, end.forsaken = end.forsaken, True  # nobody waits for an answer
+    reset(engine)
+    end.forsaken = forsaken
+
+
+def drop_what_is_due(engine: Any, end: EngineEnd) -> None:
+    """An engine has its memory back: drop what it could not drop without, and go on behind that."""
+    if end.drop_due:
+        end.drop_due = False
+        drop_requests(engine, end)
+        end.inbox.extendleft(reversed(end.held_back))
+        end.held_back = []
 
 
 def leave(engine: Any, end: EngineEnd) -> None:

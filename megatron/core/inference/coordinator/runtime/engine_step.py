@@ -15,9 +15,14 @@ from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngin
 from megatron.core.inference.inference_request import Status
 
 from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.lifecycle import Signal
 from megatron.core.inference.coordinator.runtime import admission, released, text, wire
 from megatron.core.inference.coordinator.runtime.engine_end import EngineEnd
-from megatron.core.inference.coordinator.runtime.engine_endings import drop_requests, leave
+from megatron.core.inference.coordinator.runtime.engine_endings import (
+    drop_requests,
+    drop_what_is_due,
+    leave,
+)
 from megatron.core.inference.coordinator.runtime.engine_signals import apply_signal, is_due
 
 _released_bookkeep = DynamicInferenceEngine.async_bookkeep
@@ -47,13 +52,15 @@ def schedule_requests(self: Any) -> int:
         end.inbox.popleft()
         _handle(self, end, message)
     end.tell_events()
-    if end.drained and not self.requests:
+    if end.drained and not end.held_back and (end.drop_due or not self.requests):
         leave(self, end)
     return len(drained)
 
 
 def _handle(engine: Any, end: EngineEnd, message: m.FromCoordinator) -> None:
     match message:
+        case m.EngineRequest() if end.drop_due:
+            end.held_back.append(message)
         case m.EngineRequest():
             _take_request(engine, end, message)
         case m.Control():
@@ -68,6 +75,7 @@ def _handle(engine: Any, end: EngineEnd, message: m.FromCoordinator) -> None:
             end.asked_again_at = None
             end.generation = message.generation
             end.reply_again(kept)
+            end.held_back = [r for r in end.held_back if r.request_id in kept]
             if end.cache.found.keys().isdisjoint(kept):
                 drop_requests(engine, end)
             end.forsaken = False
@@ -150,7 +158,10 @@ def _take_signal(engine: Any, end: EngineEnd, message: m.Control) -> None:
             if not apply_signal(engine, signal):
                 fields = {"signal": signal.name, "state": engine.state.name}
                 end.events.write(m.Log("signal_ignored", fields, warning=True))
-            elif args:  # RESUME tells the weight epoch that begins with it
+                return
+            if signal is Signal.RESUME:
+                drop_what_is_due(engine, end)
+            if args:  # RESUME tells the weight epoch that begins with it
                 end.cache.begin_epoch(engine, *args)
 
 
