@@ -322,6 +322,53 @@ def test_clients_are_told_why_the_fleet_would_not_serve_them():
     assert told() == []
 
 
+# --- a coordinator that is started again ---------------------------------------------------------
+
+
+def found(state):
+    return m.Log("pause_found", {"state": state}, warning=True)
+
+
+@pytest.mark.parametrize("state", [PAUSED, SUSPENDED])
+def test_the_fleet_stays_what_its_first_engine_was_told(state):
+    fleet = Fleet(pause_wait=60.0)
+    fleet.now = 5.0
+    back = make_register(0, generation=3, requests=[9], state=state.value)
+    assert fleet.tell(b"0", back) == [
+        found(state.value),
+        m.Send(b"0", m.RegisterAck(0, 1, 0, state)),
+        registered(1),
+    ]
+    assert fleet.submit("a") == [m.Send(b"0", engine_request(0))]
+    other = make_register(1, generation=3, state="running")
+    assert m.Send(b"1", m.RegisterAck(1, 1, 0, state)) in fleet.tell(b"1", other)
+    assert logs(tick(fleet, 64.9)) == []  # its owner may send a signal until then
+    assert abandoned(1, state.value) in tick(fleet, 65.0)
+    fleet.signal(*[Signal.RESUME] * (state is SUSPENDED), Signal.UNPAUSE)
+    assert fleet.core.fleet.state is RUNNING
+
+
+@pytest.mark.parametrize("state", ["", "running"])
+def test_an_engine_that_is_new_or_runs_pauses_nobody(state):
+    fleet = Fleet()
+    assert "pause_found" not in logs(fleet.tell(b"0", make_register(0, state=state)))
+    fleet.tell(b"0", m.Disconnect())
+    later = make_register(1, generation=1, state="suspended")  # not where it belonged
+    assert "pause_found" not in logs(fleet.tell(b"1", later))
+    assert fleet.core.fleet.state is RUNNING
+
+
+@pytest.mark.parametrize("signals", [[PAUSE, UNPAUSE], [RESUME, UNPAUSE]])
+def test_what_a_client_said_first_counts(signals):
+    """Also where the fleet is that already, or it ends a suspend that nobody has told of yet."""
+    fleet = Fleet()
+    for signal in signals:
+        fleet.tell(CLIENT, signal)
+    back = make_register(0, generation=1, state="suspended")
+    # The weights are others now, although nobody has passed a RESUME on.
+    assert m.Send(b"0", m.RegisterAck(0, 1, 1, RUNNING)) in fleet.tell(b"0", back)
+
+
 # --- what nobody waits for -----------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from megatron.core.inference.inference_request import DynamicInferenceRequest, S
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.core import Coordinator
 from megatron.core.inference.coordinator.lifecycle import FleetState, Signal
 from megatron.core.inference.coordinator.runtime import (
     engine_end,
@@ -27,7 +28,8 @@ from megatron.core.inference.coordinator.runtime import (
 from megatron.core.inference.coordinator.runtime.byte_tokenizer import ByteTokenizer
 from megatron.core.inference.coordinator.runtime.engine_cache import EngineCache
 from megatron.core.inference.coordinator.runtime.engine_end import EngineEnd
-from megatron.core.inference.coordinator.runtime.engine_signals import signals_towards
+from megatron.core.inference.coordinator.runtime.engine_signals import signals_towards, told_to_be
+from megatron.core.inference.coordinator.settings import CoordinatorSettings
 
 
 @pytest.fixture(autouse=True)
@@ -285,8 +287,16 @@ REGISTRATION = m.Register(1, "job", 1, 0, 8, 4, 100, "lru")
 ACK = m.RegisterAck(1, 2, 5, FleetState.RUNNING)
 
 
-def registered_as(epoch: int, *requests: int, generation: int = 0) -> m.Register:
-    return replace(REGISTRATION, weight_epoch=epoch, generation=generation, requests=list(requests))
+def registered_as(
+    epoch: int, *requests: int, generation: int = 0, state: str = "running"
+) -> m.Register:
+    return replace(
+        REGISTRATION,
+        weight_epoch=epoch,
+        generation=generation,
+        requests=list(requests),
+        state=state if generation else "",
+    )
 
 
 def acknowledged(*kept: int) -> m.RegisterAck:
@@ -457,7 +467,7 @@ def test_a_suspended_engine_that_registers_once_more_has_what_came_since():
     engine, link = make_suspended()
     link.say(submit(3), submit(4), m.RegisterAgain(), submit(5))
     engine.schedule_requests()
-    assert link.sent[1:] == [registered_as(5, 3, 4, generation=2)]
+    assert link.sent[1:] == [registered_as(5, 3, 4, generation=2, state="suspended")]
     link.say(replace(SUSPENDED_ACK, kept=[4]), submit(6), RESUME)
     engine.schedule_requests()
     assert engine.did[2:] == ["resume", "reset", "add 4", "add 6"]
@@ -475,6 +485,54 @@ def test_a_coordinator_that_runs_lets_a_suspended_engine_run_without_what_it_had
     assert engine.did == ["add 1", "resume", "reset", "add 1"]
     assert engine.get_request(1).prompt_tokens.tolist() == [9]
     assert engine.state is EngineState.RUNNING
+
+
+def test_a_coordinator_that_is_started_again_does_not_resume_a_suspended_engine():
+    """Its weights may be half written; the trainer goes on with another connection."""
+    engine, link = make_registered()
+    engine.end.generation = 1
+    link.say(submit(1))
+    engine.schedule_requests()
+    link.say(PAUSE, SUSPEND, m.RegisterAgain())
+    core = Coordinator(CoordinatorSettings(block_size_tokens=4))
+
+    def tell(peer: bytes, message: m.ToCoordinator) -> None:
+        effects = core.handle(m.Incoming(peer, message), 0.0)
+        link.say(*(e.message for e in effects if isinstance(e, m.Send) and e.peer == b"engine"))
+
+    def go_on() -> None:
+        for _ in range(4):
+            engine.schedule_requests()
+            for message in link.sent:
+                tell(b"engine", message)
+            link.sent.clear()
+            engine.state = SETTLED.get(engine.state, engine.state)
+
+    tell(b"trainer-2", m.Connect(1, False))
+    go_on()
+    assert (engine.state, core.fleet.state) == (EngineState.SUSPENDED, FleetState.SUSPENDED)
+    assert engine.did == ["add 1", "suspend"]
+    for signal in (Signal.RESUME, Signal.UNPAUSE):
+        tell(b"trainer-2", m.Control(signal))
+    go_on()
+    assert (engine.state, core.fleet.state) == (EngineState.RUNNING, FleetState.RUNNING)
+    assert engine.did == ["add 1", "suspend", "resume", "reset"]
+    assert engine.end.cache.epoch == 1  # KV of the old weights is not found any more
+
+
+@pytest.mark.parametrize(
+    ("state", "signals", "told"),
+    [
+        (EngineState.RUNNING, [], "running"),
+        (EngineState.UNPAUSING, [], "running"),
+        (EngineState.RESUMING, [], "paused"),
+        (EngineState.PAUSING, [Signal.SUSPEND], "suspended"),
+        (EngineState.SUSPENDING, [Signal.RESUME, Signal.UNPAUSE], "running"),
+        (EngineState.PAUSED, [Signal.RESUME, Signal.START_CUDA_PROFILER], "paused"),
+    ],
+)
+def test_an_engine_tells_what_the_fleet_was_when_it_last_heard_of_it(state, signals, told):
+    assert told_to_be(state, signals) == told
 
 
 def test_a_suspended_engine_of_which_some_is_kept_goes_on_with_all():

@@ -48,6 +48,11 @@ TO_COORDINATOR = [
         [],
     ),
     (
+        m.Register(1, "job", 10, 2, 64, 16, 512, "lru", 3, [7, 9], "suspended"),
+        [30, 1, "job", 10, 2, 64, 16, 512, "lru", 3, [7, 9], "suspended"],
+        [],
+    ),
+    (
         m.EngineReply((m.Answer(7, "COMPLETED", 480, 3, b"one", 12),)),
         [21, [[7, "COMPLETED", 480, 3, 12]]],
         [b"one"],

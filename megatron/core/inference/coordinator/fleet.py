@@ -85,6 +85,7 @@ class Fleet:
         self.pause = Pause(settings, self.ranks, self.ledger, self.dispatcher)
         self._hashed = settings.hashed
         self._advised = False
+        self._began = False
 
     @property
     def weight_epoch(self) -> int:
@@ -121,6 +122,7 @@ class Fleet:
     def enter(self, state: FleetState, owner: bytes, now: float) -> None:
         """The engines are told what to be, by a client of this name."""
         running = state is FleetState.RUNNING
+        self._began = True
         self.state = state
         self._clock.run(running, now)
         self.pause.belongs_to(None if running else owner)
@@ -187,7 +189,12 @@ class Fleet:
         if rank is not None:
             return effects + self._resume(rank, peer, message, now)
         if not self.ranks.present:  # a coordinator that was started again; its engines go on
-            self.dispatcher.weight_epoch = max(self.weight_epoch, message.weight_epoch)
+            effects += self._go_on(message, now)
+            suspended = FleetState.SUSPENDED
+            # Who is resumed by the acknowledgement may hold other weights than before.
+            resumed = message.state == suspended and self.state is not suspended
+            epoch = message.weight_epoch + resumed
+            self.dispatcher.weight_epoch = max(self.weight_epoch, epoch)
         rank = self.ranks.add(peer, message)
         rank.heard = self._clock.read(now)
         self.router.add_rank(rank)
@@ -201,6 +208,19 @@ class Fleet:
         if len(self.ranks) >= self._settings.expected_ranks:
             self.dispatcher.opened = True
         return effects + self.dispatcher.route_waiting(self._awake.read(now))
+
+    def _go_on(self, message: m.Register, now: float) -> list[m.Effect]:
+        """The fleet is what the first engine is that comes, unless a client has said otherwise.
+
+        A trainer may be about to write its weights: an engine is not to run because the coordinator
+        was started again. Whose pause it is, nobody knows any more.
+        """
+        began, self._began = self._began, True
+        if began or message.state in ("", FleetState.RUNNING):
+            return []
+        self.enter(FleetState(message.state), b"", now)
+        self.owner_left(now)
+        return [m.Log("pause_found", {"state": message.state}, warning=True)]
 
     def _welcome(self, rank: Rank, kept: list[int] | None = None) -> list[m.Effect]:
         """Tell a rank what it is, and what the fleet is."""

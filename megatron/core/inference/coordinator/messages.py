@@ -143,6 +143,7 @@ class Register:
         eviction: Its eviction policy, `lru` or `ref_zero`.
         generation: What it was acknowledged as before, by whatever coordinator; 0 for never.
         requests: Ids of the requests that it has still, or has answered lately.
+        state: Name of the `FleetState` that it was last told, where it has been acknowledged.
     """
 
     version: int | None
@@ -155,6 +156,7 @@ class Register:
     eviction: str = ""
     generation: int = 0
     requests: list[int] = field(default_factory=list)
+    state: str = ""
 
 
 @dataclass(slots=True)

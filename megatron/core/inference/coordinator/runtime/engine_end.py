@@ -12,7 +12,7 @@ from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.lifecycle import FleetState
 from megatron.core.inference.coordinator.runtime import wire
 from megatron.core.inference.coordinator.runtime.engine_cache import EngineCache
-from megatron.core.inference.coordinator.runtime.engine_signals import signals_towards
+from megatron.core.inference.coordinator.runtime.engine_signals import signals_towards, told_to_be
 from megatron.core.inference.coordinator.runtime.eventlog import EventLog
 from megatron.core.inference.coordinator.runtime.group_channel import GroupLeader, GroupMember
 from megatron.core.inference.coordinator.runtime.link import CoordinatorLink
@@ -123,7 +123,7 @@ class EngineEnd:
         signals = [m.Control(signal) for signal in signals_towards(state, fleet)]
         self.inbox.extendleft(reversed(signals))
 
-    def register_again(self) -> None:
+    def register_again(self, state: EngineState) -> None:
         """Register once more, where this rank has a link and does not want to leave.
 
         It tells what it has, and goes on with what nobody else was given. Several messages may each
@@ -137,6 +137,7 @@ class EngineEnd:
         if self.link is not None and self.registration is not None and not self.leaving:
             self.events.write(m.Log("registering_again", warning=True))
             answered = (answer.request_id for _, answer in self._answered)
+            signals = (told.signal for told in self.inbox if isinstance(told, m.Control))
             held_back = (request.request_id for request in self.held_back)
             has = held_back if self.drop_due else self.cache.found
             registration = replace(
@@ -144,6 +145,7 @@ class EngineEnd:
                 weight_epoch=self.cache.epoch,
                 generation=self.generation,
                 requests=[*has, *answered],
+                state=told_to_be(state, signals) if self.generation else "",
             )
             self.link.send(registration)
 

@@ -1,10 +1,11 @@
 """What each control signal does to megatron-core's engine, as one literal table."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from megatron.core.inference.engines.dynamic_engine import EngineState
 
-from megatron.core.inference.coordinator.lifecycle import FleetState, Signal
+from megatron.core.inference.coordinator.lifecycle import FleetState, Signal, advance
 
 _TRANSIENT = frozenset(
     {
@@ -83,6 +84,14 @@ _RUNGS = {
 }
 """How far up each state is, or will be once the change that it stands for is through."""
 _UP, _DOWN = (Signal.PAUSE, Signal.SUSPEND), (Signal.UNPAUSE, Signal.RESUME)
+
+
+def told_to_be(state: EngineState, signals: Iterable[Signal]) -> FleetState:
+    """What the fleet is for an engine in some state that has these signals before it."""
+    fleet = list(_LADDER)[_RUNGS.get(state, 0)]
+    for signal in signals:
+        fleet = advance(fleet, signal) or fleet
+    return fleet
 
 
 def signals_towards(state: EngineState, fleet: FleetState) -> tuple[Signal, ...]:

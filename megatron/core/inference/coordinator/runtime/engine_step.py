@@ -70,7 +70,7 @@ def _handle(engine: Any, end: EngineEnd, message: m.FromCoordinator) -> None:
                 end.link.send(m.Pong(number))
         case m.RegisterAgain():
             end.forsaken = True
-            end.register_again()
+            end.register_again(engine.state)
         case m.RegisterAck(weight_epoch=weight_epoch, state=state, kept=kept):
             end.asked_again_at = None
             end.generation = message.generation

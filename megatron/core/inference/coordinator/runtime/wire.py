@@ -72,6 +72,8 @@ def decode_for_coordinator(frames: Sequence[Any]) -> m.ToCoordinator:
         WireError: It is none.
     """
     message: m.ToCoordinator = _decode(_TO_COORDINATOR, frames)
+    if isinstance(message, m.Register) and message.state:
+        _expect_state(message.state)
     return message
 
 
@@ -83,10 +85,14 @@ def decode_from_coordinator(frames: Sequence[Any]) -> m.FromCoordinator:
     """
     message: m.FromCoordinator = _decode(_FROM_COORDINATOR, frames)
     if isinstance(message, m.RegisterAck):
-        if message.state not in FleetState:
-            raise WireError(f"unknown fleet state {message.state!r}")
+        _expect_state(message.state)
         message = replace(message, state=FleetState(message.state))
     return message
+
+
+def _expect_state(name: str) -> None:
+    if name not in FleetState:
+        raise WireError(f"unknown fleet state {name!r}")
 
 
 def _decode(decoders: Mapping[int, _Decoder], frames: Sequence[Any]) -> Any:
@@ -224,7 +230,7 @@ _TO = [
         m.Register,
         (int, str, int, int, int, int, int, str),
         names=(1, 7),
-        extra=(int, list),
+        extra=(int, list, str),
     ),
     _Layout(Header.KV_EVENTS, m.KvEvents, (int, int, int), 1, looked_into=0),
     _Layout(Header.PONG, m.Pong, (int,)),
