@@ -27,6 +27,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.hashing import block_hashes, pack_hashes
+from megatron.core.inference.coordinator.lifecycle import Signal
 from megatron.core.inference.coordinator.runtime import process as coordinator_process
 from megatron.core.inference.coordinator.runtime import sockets, wire
 from megatron.core.inference.coordinator.runtime.client import InferenceClient, RequestFailed
@@ -94,7 +95,7 @@ def _log_what_a_client_made_up(file: str) -> None:
     run(ProcessSettings(), None, None)
 
 
-def _pause_and_hang(address: str, pipe: Connection) -> None:
+def _suspend_and_hang(address: str) -> None:
     """A trainer that suspends the fleet, and never gets to the end of its update."""
 
     async def trainer() -> None:
@@ -102,8 +103,6 @@ def _pause_and_hang(address: str, pipe: Connection) -> None:
         client.start(asyncio.get_running_loop())
         client.pause_engines()
         client.suspend_engines()
-        await asyncio.sleep(0.5)
-        pipe.send("suspended")
         await asyncio.sleep(600)
 
     asyncio.run(trainer())
@@ -395,17 +394,20 @@ def heard(link: CoordinatorLink, kind: type) -> Any:
 def test_a_trainer_that_is_killed_in_an_update_leaves_nobody_waiting(orphan_to_be):
     """In a process of its own; its fleet stays suspended until another one comes."""
     registration = m.Register(1, "job", 0, 0, 8, 256, 100, "lru")
-    ours, theirs = warm_up().Pipe()
 
     async def serve(link: CoordinatorLink, client: InferenceClient, trainer: Any) -> None:
         taken = await asyncio.to_thread(link.register, registration, 10)
         running = client.add_request([1], SamplingParams(termination_id=-1))
         number = (await asyncio.to_thread(heard, link, m.EngineRequest)).request_id
+        while client.unavailable is not None:
+            await asyncio.sleep(0.01)
         trainer.start()
-        assert await asyncio.to_thread(ours.poll, 50)
+        told: list[m.FromCoordinator] = []
+        while m.Control(Signal.SUSPEND) not in told:
+            told += map(wire.decode_from_coordinator, link.drain())
+            await asyncio.sleep(0.01)
         waiting = client.add_request([2], SamplingParams(termination_id=-1))
         await asyncio.to_thread(heard, link, m.EngineRequest)
-        assert client.unavailable is None
         trainer.kill()
         for future in (running, waiting):
             with pytest.raises(RequestFailed) as failed:
@@ -423,20 +425,21 @@ def test_a_trainer_that_is_killed_in_an_update_leaves_nobody_waiting(orphan_to_b
         client.resume_engines()
         client.unpause_engines()
         answered = client.add_request([4], SamplingParams(termination_id=-1))
-        told = (await asyncio.to_thread(heard, link, m.EngineRequest)).request_id
-        assert told not in (number, number + 1)
+        new = (await asyncio.to_thread(heard, link, m.EngineRequest)).request_id
+        assert new not in (number, number + 1)
         body = wire.pack({"generated_tokens": [7], "generated_text": "7"})
         link.send(m.EngineReply((m.Answer(number, "COMPLETED", 0, 0, body),)))  # late: dropped
-        link.send(m.EngineReply((m.Answer(told, "COMPLETED", 0, 0, body),)))
+        link.send(m.EngineReply((m.Answer(new, "COMPLETED", 0, 0, body),)))
         assert (await asyncio.wait_for(answered, 10))["generated_tokens"] == [7]
 
     async def main(address: str) -> None:
         client = InferenceClient(address, connect_timeout=10)
         client.start(asyncio.get_running_loop())
         context = zmq.Context()
-        trainer = warm_up().Process(target=_pause_and_hang, args=(address, theirs))
+        trainer = warm_up().Process(target=_suspend_and_hang, args=(address,))
+        link = CoordinatorLink(context, address, b"engine", grace=60.0)
         try:
-            await serve(CoordinatorLink(context, address, b"engine", grace=60.0), client, trainer)
+            await asyncio.wait_for(serve(link, client, trainer), 150)
         finally:
             if trainer.pid is not None:
                 trainer.kill()
