@@ -15,7 +15,6 @@ from megatron.core.inference.inference_request import (
     DynamicInferenceRequestRecord,
     Status,
 )
-from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.core.inference.coordinator.runtime import engine_endings, engine_start, engine_step
 from megatron.core.inference.coordinator.runtime.byte_tokenizer import ByteTokenizer
@@ -121,14 +120,9 @@ class DummyEngine:
 
     # What the released engine does with what it is told
 
-    def add_request(self, request_id: int, tokens: list[int], params: SamplingParams) -> None:
-        request = DynamicInferenceRequest(
-            request_id=request_id,
-            prompt_tokens=torch.tensor(tokens),
-            sampling_params=params,
-            status=Status.ACTIVE_AND_GENERATING_TOKENS,
-            generated_tokens=[],
-        )
+    def _add_request(self, request: DynamicInferenceRequest) -> None:
+        request_id = request.request_id
+        request.status = Status.ACTIVE_AND_GENERATING_TOKENS
         if self._generation_epoch is not None:
             request.policy_epoch = [(0, self._generation_epoch)]
             request.kv_cache_epoch = [(0, self._generation_epoch)]

@@ -1,6 +1,7 @@
 """What reaches the engine: nothing that would end its loop."""
 
 import msgpack
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -205,8 +206,9 @@ def test_what_is_taken_can_be_tensorized_sampled_with_and_sent_back(values):
 
 
 def test_token_ids_in_the_vocabulary_are_taken():
-    tokens = [0, 99, 5]
-    assert checked_tokens(tokens, VOCAB) is tokens
+    array = checked_tokens([0, 99, 5], VOCAB)
+    assert (array.dtype, array.tolist()) == (np.int64, [0, 99, 5])
+    assert checked_tokens(array, VOCAB) is array
 
 
 @pytest.mark.parametrize(

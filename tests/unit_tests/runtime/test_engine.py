@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 
@@ -111,6 +112,138 @@ def test_a_salt_keeps_prefixes_from_whoever_has_another(patched, cpu_engine):
             ]
 
     assert asyncio.run(run()) == [0, 0, 64, 0, 64, 64]
+
+
+def test_a_burst_beyond_what_a_step_takes_is_answered_rightly_and_stops_nobody(
+    patched, cpu_engine, recomputed, monkeypatch
+):
+    """One that runs goes on step by step while the others are taken one at a time."""
+    from megatron.core.inference.coordinator.runtime import engine_step
+    from megatron.core.inference.coordinator.runtime.client import InferenceClient
+
+    monkeypatch.setattr(engine_step, "_TOKENS_A_STEP", 1)
+    prompts = [[65 + n, *PROMPT[n:]] for n in range(12)]
+
+    async def run() -> tuple[list[dict], list[int]]:
+        engine = cpu_engine()
+        taken = added_each_step(engine)
+        async with coordinated(engine) as address, connected(InferenceClient(address)) as client:
+            running = asyncio.create_task(answer_of(client, PROMPT, num_tokens_to_generate=60))
+            while len(taken) < 5:
+                await asyncio.sleep(0.001)
+            replies = await asyncio.gather(*(answer_of(client, prompt) for prompt in prompts))
+            await running
+        return replies, taken
+
+    replies, taken = asyncio.run(run())
+    answers = [reply["generated_tokens"] for reply in replies]
+    assert answers == [recomputed(*both) for both in zip(prompts, answers, strict=True)]
+    assert (max(taken), sum(taken)) == (1, 13)
+
+
+def added_each_step(engine) -> list[int]:
+    """How many requests come into the engine between two of its steps, from now on."""
+    step, add, added, taken = engine.async_step, engine._add_request, [], []
+
+    async def async_step():
+        taken.append(len(added))
+        added.clear()
+        return await step()
+
+    def add_request(request):
+        added.append(request)
+        return add(request)
+
+    engine.async_step, engine._add_request = async_step, add_request
+    return taken
+
+
+def test_a_prompt_stays_in_the_host_s_memory_where_the_context_s_tables_are(
+    patched, cpu_engine, monkeypatch
+):
+    """On the GPU it would be copied back to be hashed and scheduled, each time waiting for all
+    that the GPU has to do. A device without memory stands for it: any use would be an error."""
+    import torch
+
+    from megatron.core.inference.coordinator.runtime import engine_step
+    from megatron.core.inference.coordinator.runtime.client import InferenceClient
+
+    async def run() -> dict:
+        engine = cpu_engine()
+        async with coordinated(engine) as address, connected(InferenceClient(address)) as client:
+            take = engine_step._take_request
+
+            def take_on_meta(*args):
+                with monkeypatch.context() as patch:
+                    patch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
+                    take(*args)
+
+            monkeypatch.setattr(engine_step, "_take_request", take_on_meta)
+            await answer_of(client, PROMPT)
+            return await answer_of(client, PROMPT)
+
+    assert asyncio.run(run())["num_cached_tokens"] == 64
+
+
+WAITS_FOR_A_GPU = [
+    *("tolist", "item", "cpu", "numpy", "nonzero"),
+    *("__bool__", "__int__", "__float__", "__index__"),
+]
+"""Methods of a tensor that need its values in the host's memory."""
+
+
+@pytest.mark.parametrize("generated_tokens", [False, True])
+def test_steps_that_decode_read_no_tensor_for_our_sake(generated_tokens, cpu_engine, monkeypatch):
+    """On a GPU each such read would make the host wait for all that it has given it to do.
+
+    Counted are reads by this package's code, but for the stand-ins of GPU kernels (cpu_device.py).
+    """
+    from pathlib import Path
+
+    import torch
+
+    from megatron.core.inference import coordinator
+    from megatron.core.inference.coordinator.runtime.client import InferenceClient
+
+    ours = str(Path(coordinator.__file__).parent)
+    reads: list[str] = []
+
+    def counted(name, method):
+        def read(*args, **kwargs):
+            code = sys._getframe(1).f_code
+            if code.co_filename.startswith(ours) and "cpu_device" not in code.co_filename:
+                reads.append(f"{name} in {code.co_name}")
+            return method(*args, **kwargs)
+
+        return read
+
+    async def run() -> int:
+        engine = cpu_engine()
+        taken = added_each_step(engine)
+        async with coordinated(engine) as address, connected(InferenceClient(address)) as client:
+            lengths = {"num_tokens_to_generate": 40}
+            answers = [
+                asyncio.create_task(answer_of(client, [n, *PROMPT], **lengths)) for n in range(4)
+            ]
+            while sum(taken) < 4 or taken[-1]:
+                await asyncio.sleep(0.001)
+            began = len(taken)
+            with monkeypatch.context() as patch:
+                for name in WAITS_FOR_A_GPU:
+                    patch.setattr(torch.Tensor, name, counted(name, getattr(torch.Tensor, name)))
+                while len(taken) < began + 20:
+                    await asyncio.sleep(0.001)
+                assert torch.ones(1).tolist()  # nothing of the above keeps tensors from being read
+            assert not any(answer.done() for answer in answers)
+            await asyncio.gather(*answers)
+        return began
+
+    coordinator.patch(coordinator.RoutingSettings(generated_tokens=generated_tokens))
+    try:
+        asyncio.run(run())
+    finally:
+        coordinator.unpatch()
+    assert reads == []
 
 
 @pytest.mark.parametrize("our_engine", [True, False])

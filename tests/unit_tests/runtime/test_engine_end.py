@@ -145,7 +145,8 @@ def test_a_signal_that_must_wait_holds_back_everything_behind_it():
 
     link.say(submit(8), m.Ping(1), control(Signal.SET_GENERATION_EPOCH, 5, 2))
     assert engine.schedule_requests() == 3  # later drains queue up behind it
-    assert (engine.state, engine.did, link.sent) == (EngineState.PAUSING, [], [])
+    assert (engine.state, engine.did) == (EngineState.PAUSING, [])
+    assert link.sent == [m.Pong(1)]  # all but a ping, which asks whether somebody reads
     assert engine._generation_epoch is None
 
     engine.state = EngineState.PAUSED  # as the engine's loop does once all ranks agree
@@ -582,6 +583,147 @@ def test_a_connection_that_broke_is_registered_on_anew_with_what_is_running():
     assert published[1:] == [[again], [again]]  # the other ranks of the group do the same
 
 
+# --- more requests than a step takes -------------------------------------------------------------
+
+
+@pytest.fixture
+def two_a_step(monkeypatch) -> None:
+    """A step takes prompts of ten tokens, which are two of the usual ones."""
+    monkeypatch.setattr(engine_step, "_TOKENS_A_STEP", 10)
+    monkeypatch.setattr(engine_step, "_TOKENS_A_REQUEST", 0)
+
+
+def added(engine: DummyEngine) -> list[str]:
+    """What was done to it since this was last asked."""
+    did, engine.did = engine.did, []
+    return did
+
+
+def test_a_burst_is_taken_in_order_and_step_by_step_on_all_ranks_alike(two_a_step):
+    engine, link = make_engine()
+    other, channel = make_engine(linked=False)
+    other.end.member = SimpleNamespace(receive=lambda give_up: channel.drain())
+    engine.end.leader = SimpleNamespace(publish=lambda told, give_up: channel.say(*told))
+    link.say(*map(submit, range(5)), submit(5, [1] * 100), submit(6, "four"), submit(7), submit(8))
+    steps = [
+        ["add 0", "add 1"],
+        ["add 2", "add 3"],
+        ["add 4", "add 5"],  # there is room for a part of it
+        ["add 6", "add 7"],
+        ["add 8", "add 9"],
+        ["add 10"],
+        [],
+    ]
+    for number, expected in enumerate(steps):
+        if number == 3:  # who comes later waits behind the others
+            link.say(submit(9), submit(10))
+        for each in (engine, other):
+            each.schedule_requests()
+            assert added(each) == expected
+    assert (engine.end.queue, other.end.queue) == ({}, {})
+
+
+def test_each_request_counts_beside_its_tokens(monkeypatch):
+    monkeypatch.setattr(engine_step, "_TOKENS_A_STEP", 3 * engine_step._TOKENS_A_REQUEST)
+    engine, link = make_engine()
+    link.say(*(submit(number, [1]) for number in range(4)))
+    engine.schedule_requests()
+    assert added(engine) == ["add 0", "add 1", "add 2"]
+
+
+def test_what_is_refused_counts_as_well(two_a_step):
+    engine, link = make_engine()
+    link.say(submit(0, [1000] * 5), submit(1, [1000] * 5), submit(2))
+    engine.schedule_requests()
+    assert (added(engine), [answer.request_id for answer in link.answers()]) == ([], [0, 1])
+    engine.schedule_requests()
+    assert added(engine) == ["add 2"]
+
+
+def test_signals_and_pings_pass_requests_that_wait_in_the_queue(two_a_step):
+    engine, link = make_engine()
+    engine._generation_epoch = 60
+    link.say(*map(submit, range(4)), control(Signal.SET_GENERATION_EPOCH, 70, 3), PAUSE, m.Ping(1))
+    engine.schedule_requests()
+    assert (added(engine), engine.state) == (["add 0", "add 1"], EngineState.PAUSING)
+    assert link.sent == [m.Pong(1)]
+    engine.state = EngineState.PAUSED
+    engine.schedule_requests()
+    assert (added(engine), engine.state) == (["add 2", "add 3"], EngineState.PAUSED)
+    # Those taken before the update have tokens of both; all that the others have comes after it.
+    stamps = [engine.get_request(number).policy_epoch for number in range(4)]
+    assert stamps == [[(0, 60), (4, 70)]] * 2 + [[(0, 70)]] * 2
+    assert [engine.end.cache.found[number].key_epoch for number in (2, 3)] == [3, 3]
+
+
+def test_a_suspended_engine_takes_what_waits_in_the_queue_as_it_takes_what_comes(two_a_step):
+    engine, link = make_engine()
+    link.say(*map(submit, range(3)), PAUSE)
+    engine.schedule_requests()
+    engine.state = EngineState.PAUSED
+    link.say(SUSPEND)
+    engine.schedule_requests()
+    assert added(engine) == ["add 0", "add 1", "add 2", "suspend"]
+
+
+@pytest.mark.parametrize("linked", [True, False])
+@pytest.mark.parametrize("state", [EngineState.RUNNING, EngineState.SUSPENDED])
+def test_those_in_the_queue_are_told_kept_and_dropped_one_by_one(linked, state, two_a_step):
+    engine, link = make_registered(linked)
+    link.say(*map(submit, range(6)), m.RegisterAgain())
+    engine.schedule_requests()
+    assert added(engine) == ["add 0", "add 1"]
+    assert link.sent == ([registered_as(0, *range(6))] if linked else [])
+    engine.state = state
+    fleet = FleetState.RUNNING if state is EngineState.RUNNING else FleetState.SUSPENDED
+    link.say(replace(acknowledged(1, 4), state=fleet))  # 2 and 3 are taken first
+    engine.schedule_requests()
+    engine.schedule_requests()
+    assert added(engine) == ["add 2", "add 3", "add 4"]
+
+
+def test_a_reset_leaves_what_is_kept_in_the_queue(two_a_step):
+    engine, link = make_registered()
+    link.say(*map(submit, range(6)), m.RegisterAgain(), acknowledged(5))
+    engine.schedule_requests()
+    assert added(engine) == ["add 0", "add 1", "reset"]
+    assert not engine.requests
+    engine.reset()
+    engine.schedule_requests()
+    assert added(engine) == ["reset", "add 5"]
+    assert all(isinstance(message, m.Register) for message in link.sent)  # and no answer
+
+
+def test_a_duplicate_of_what_waits_in_the_queue_is_refused(two_a_step):
+    engine, link = make_engine()
+    link.say(submit(0), submit(1), submit(2), submit(2))
+    for _ in range(2):
+        engine.schedule_requests()
+    assert added(engine) == ["add 0", "add 1", "add 2"]
+    assert [answer.request_id for answer in link.answers()] == [2]
+
+
+def test_who_leaves_answers_what_waits_in_the_queue(two_a_step):
+    engine, link = make_registered()
+    engine.end.leaving = True
+    link.say(*map(submit, range(3)), m.DrainAck())
+    assert not left(engine)
+    step(engine, 0, 1)
+    assert not left(engine)
+    assert added(engine) == ["add 0", "add 1", "add 2"]
+    step(engine, 2)
+    assert left(engine)
+
+
+def test_who_leaves_and_is_given_up_drops_what_waits_in_the_queue(two_a_step):
+    engine, link = make_registered()
+    link.say(*map(submit, range(5)))
+    engine.schedule_requests()
+    engine.end.leaving = link.broke = True
+    assert left(engine)
+    assert engine.end.queue == {}
+
+
 S, F = EngineState, FleetState
 PAUSED, SUSPENDED = [Signal.PAUSE], [Signal.PAUSE, Signal.SUSPEND]
 CATCHING_UP = {
@@ -971,8 +1113,13 @@ def test_an_engine_that_runs_without_a_coordinator_is_left_alone():
     engine.use_coordinator = False
     engine.is_mp_coordinator = True
     engine.refuses = {2}
-    engine.add_request(1, [1, 2], SamplingParams())
-    engine.add_request(2, [1, 2], SamplingParams())
+    for number in (1, 2):
+        tokens = torch.tensor([1, 2])
+        engine._add_request(
+            DynamicInferenceRequest(
+                request_id=number, prompt_tokens=tokens, sampling_params=SamplingParams()
+            )
+        )
     result = step(engine, 1)
     assert [r.request_id for r in result["finished_request_records"]] == [1, 2]
     assert not hasattr(engine, "_prefix_routing")

@@ -250,6 +250,20 @@ def test_the_keys_of_an_earlier_coordinator_are_a_warning_while_it_is_tried(cont
 # --- afterwards ----------------------------------------------------------------------------------
 
 
+def test_a_drain_leaves_what_would_take_long(context, coordinator, monkeypatch):
+    monkeypatch.setattr(link_module, "_DRAINED_BYTES", 250)
+    link = linked(context, coordinator)
+    messages = [m.EngineRequest(n, 0, b"sampling", b"p" * 100) for n in range(5)]
+    coordinator.say(*messages, m.Ping(1))
+    drained: list[list[list[bytes]]] = []
+    deadline = time.monotonic() + 5
+    while sum(map(len, drained)) < 6 and time.monotonic() < deadline:
+        drained.append(link.drain())
+    assert max(map(len, drained)) <= 3
+    expected = [wire.encode(message) for message in [*messages, m.Ping(1)]]
+    assert [frames for one in drained for frames in one] == expected
+
+
 def test_a_drain_takes_everything_with_its_frames_and_does_not_wait(context, coordinator):
     link = linked(context, coordinator)
     assert link.drain() == []

@@ -8,6 +8,7 @@ import math
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.core.inference.coordinator.hashing import LARGEST_HASH
@@ -84,21 +85,29 @@ def _check_combinations(params: SamplingParams) -> None:
         raise RequestRefused("stop_words must be a list of non-empty strings")
 
 
-def checked_tokens(tokens: Any, vocab_size: int) -> list[int]:
+def checked_tokens(tokens: Any, vocab_size: int) -> np.ndarray:
     """Check a prompt's token ids.
 
     Args:
-        tokens: What a client sent, or what its text became.
+        tokens: What a client sent, or what its text became: an int64 array, or a list.
         vocab_size: Tokens in the model's vocabulary.
+
+    Returns:
+        The token ids as int64, shape [n].
 
     Raises:
         RequestRefused: It is no list of token ids, or empty, or one is outside the vocabulary.
     """
-    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise RequestRefused("a prompt must be text or a list of token ids")
-    if not tokens:
+    if not isinstance(tokens, np.ndarray):
+        if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}:
+            raise RequestRefused("a prompt must be text or a list of token ids")
+        try:
+            tokens = np.fromiter(tokens, np.int64, len(tokens))
+        except OverflowError:
+            tokens = np.array(tokens, object)
+    if not len(tokens):
         raise RequestRefused("the prompt is empty")
-    lowest, highest = min(tokens), max(tokens)
+    lowest, highest = tokens.min(), tokens.max()
     if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest
         raise RequestRefused(f"token id {wrong} is outside the vocabulary of {vocab_size}")

@@ -15,7 +15,7 @@ from megatron.core.inference.coordinator import messages as m
 from megatron.core.inference.coordinator.hashing import packed_block_hashes
 from megatron.core.inference.coordinator.lifecycle import Signal
 from megatron.core.inference.coordinator.policies import routes_on_prefix
-from megatron.core.inference.coordinator.runtime import released, text, wire
+from megatron.core.inference.coordinator.runtime import prompts, released, text, wire
 from megatron.core.inference.coordinator.runtime.client_link import (
     ClientLink,
     CoordinatorUnreachable,
@@ -193,6 +193,10 @@ class InferenceClient:
 
         Returns:
             What `add_request` takes instead of the prompt. It does not change with the prompt.
+
+        Raises:
+            TypeError: The token ids are no flat sequence of whole numbers.
+            OverflowError: One takes more than 64 bits.
         """
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -220,6 +224,8 @@ class InferenceClient:
 
         Raises:
             RuntimeError: No event loop is running, or `start` was not called.
+            TypeError: The token ids are no flat sequence of whole numbers.
+            OverflowError: One takes more than 64 bits.
         """
         if not self._started:
             raise RuntimeError("call start() before add_request()")
@@ -246,7 +252,7 @@ class InferenceClient:
             prompt = self.prepare(prompt, bool(sampling.get("add_BOS")))
         elif prompt.block_size != self._hashed_block_size and prompt.tokens >= 0:
             # The coordinator has been replaced since by another that routes otherwise.
-            tokens = wire.unpack(prompt.packed)
+            tokens = prompts.unpack(prompt.packed)
             prompt = self._hash(tokens, prompt.text, prompt.owner, prompt.salt)
         if prompt.text is not None:
             self._prompt_texts[request_id] = prompt.text
@@ -270,9 +276,9 @@ class InferenceClient:
     ) -> Prepared:
         """Tokens as they travel; `given` is the text that they were made of."""
         block_size = self._hashed_block_size
-        hashes = packed_block_hashes(prompt, block_size, salt) if block_size else None
-        tokens = prompt if isinstance(prompt, list) else np.asarray(prompt).tolist()
-        return Prepared(len(tokens), wire.pack(tokens), given, block_size, hashes, owner, salt)
+        tokens = prompts.as_array(prompt)
+        hashes = packed_block_hashes(tokens, block_size, salt) if block_size else None
+        return Prepared(len(tokens), prompts.pack(tokens), given, block_size, hashes, owner, salt)
 
     @property
     def _hashed_block_size(self) -> int:

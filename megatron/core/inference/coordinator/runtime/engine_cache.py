@@ -66,8 +66,6 @@ class EngineCache:
             whole: See `Found`.
         """
         self.found[request.request_id] = Found(self.epoch, request, salt=salt, whole=whole)
-        if whole:
-            request.precomputed_block_hashes = []
         hashes = masked(request.precomputed_block_hashes, salt)
         request.precomputed_block_hashes = rekeyed(hashes, self.epoch)
 

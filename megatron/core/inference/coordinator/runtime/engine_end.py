@@ -41,6 +41,7 @@ class EngineEnd:
         leader: This rank leads its model-parallel group, which has more ranks.
         member: This rank is another one of such a group.
         inbox: Messages drained and not handled yet, in order.
+        queue: Requests, by id, that a later step takes into the engine, in order.
         cache: The engine's prefix cache.
         wants_text: Ids of requests whose replies must hold text.
         process: The coordinator process, on the rank that started it.
@@ -48,8 +49,8 @@ class EngineEnd:
         generation: What the coordinator last acknowledged this rank as; 0 before.
         asked_again_at: When it last registered again; None once that was acknowledged.
         forsaken: The coordinator gave it up, and has not taken it again yet.
-        drop_due: All requests that the engine has are to be dropped once it has its memory back.
-        held_back: Requests that came since.
+        drop_due: All requests that the engine has are to be dropped once it has its memory back;
+            those in the queue wait until then.
         leaving: It is to answer what it has and leave; set from any thread.
         drained: No more requests will come.
         stopping: It has begun to leave.
@@ -65,6 +66,7 @@ class EngineEnd:
         self.leader: GroupLeader | None = None
         self.member: GroupMember | None = None
         self.inbox: deque[m.FromCoordinator] = deque()
+        self.queue: dict[int, m.EngineRequest] = {}
         self.wants_text: set[int] = set()
         self.process: CoordinatorProcess | None = None
         self.registration: m.Register | None = None
@@ -73,7 +75,6 @@ class EngineEnd:
         self.asked_again_at: float | None = None
         self.forsaken = self.leaving = self.drained = self.stopping = False
         self.drop_due = False
-        self.held_back: list[m.EngineRequest] = []
         self._asked_to_drain_at: float | None = None
         self.stepping = self.reset_due = False
         self.ending = False
@@ -138,13 +139,12 @@ class EngineEnd:
             self.events.write(m.Log("registering_again", warning=True))
             answered = (answer.request_id for _, answer in self._answered)
             signals = (told.signal for told in self.inbox if isinstance(told, m.Control))
-            held_back = (request.request_id for request in self.held_back)
-            has = held_back if self.drop_due else self.cache.found
+            has = () if self.drop_due else self.cache.found
             registration = replace(
                 self.registration,
                 weight_epoch=self.cache.epoch,
                 generation=self.generation,
-                requests=[*has, *answered],
+                requests=[*has, *self.queue, *answered],
                 state=told_to_be(state, signals) if self.generation else "",
             )
             self.link.send(registration)

@@ -4,6 +4,7 @@ The functions that take `self` take the place of the released engine's methods (
 """
 
 import asyncio
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -30,14 +31,20 @@ _KEPT_OVER_A_RESET = (
 )
 
 
-def drop_requests(engine: Any, end: EngineEnd) -> None:
-    """The coordinator gave all requests of this engine to others: do not compute them twice.
+def drop_requests(engine: Any, end: EngineEnd, kept: Collection[int] = ()) -> None:
+    """The coordinator gave requests of this engine to others: do not compute them twice.
 
-    The released engine has no other way to do so than a reset, which empties its cache as well,
-    and which it cannot do while its memory is given back: then it does so at the resume, and what
-    comes until then waits.
+    Those in our queue are dropped one by one. The released engine can only be reset, which drops
+    all requests and its cache. So where it keeps one of them, the others are computed for nobody;
+    where its memory is given back, it drops them at the resume.
+
+    Args:
+        engine: The engine.
+        end: Its end of the wire.
+        kept: Ids of requests that nobody else was given.
     """
-    if not engine.requests:
+    end.queue = {number: end.queue[number] for number in end.queue if number in kept}
+    if not engine.requests or not end.cache.found.keys().isdisjoint(kept):
         return
     if engine.state in (EngineState.SUSPENDING, EngineState.SUSPENDED):
         end.drop_due = True
@@ -50,12 +57,10 @@ def drop_requests(engine: Any, end: EngineEnd) -> None:
 
 
 def drop_what_is_due(engine: Any, end: EngineEnd) -> None:
-    """An engine has its memory back: drop what it could not drop without, and go on behind that."""
+    """An engine has its memory back: drop what it could not drop without it."""
     if end.drop_due:
         end.drop_due = False
-        drop_requests(engine, end)
-        end.inbox.extendleft(reversed(end.held_back))
-        end.held_back = []
+        drop_requests(engine, end, kept=end.queue)
 
 
 def leave(engine: Any, end: EngineEnd) -> None:
@@ -94,8 +99,9 @@ def reset(self: Any) -> None:
 
     The released one keeps what asynchronous scheduling forwarded last; that is dropped, too.
 
-    The engine stays what the coordinator told it to be, and its cache is told to be empty. In the
-    middle of a step it takes effect when the step is through.
+    The engine stays what the coordinator told it to be, and its cache is told to be empty. Requests
+    in our queue stay there, as those do that have not arrived. In the middle of a step it takes
+    effect when the step is through.
     """
     end: EngineEnd | None = getattr(self, "_prefix_routing", None)
     if end is None or not self.use_coordinator:

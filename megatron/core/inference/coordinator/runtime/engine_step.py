@@ -10,13 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
-from megatron.core.inference.inference_request import Status
+from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
+from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.core.inference.coordinator import messages as m
+from megatron.core.inference.coordinator.hashing import block_hashes
 from megatron.core.inference.coordinator.lifecycle import Signal
-from megatron.core.inference.coordinator.runtime import admission, released, text, wire
+from megatron.core.inference.coordinator.runtime import admission, prompts, released, text, wire
 from megatron.core.inference.coordinator.runtime.engine_end import EngineEnd
 from megatron.core.inference.coordinator.runtime.engine_endings import (
     drop_requests,
@@ -24,6 +27,12 @@ from megatron.core.inference.coordinator.runtime.engine_endings import (
     leave,
 )
 from megatron.core.inference.coordinator.runtime.engine_signals import apply_signal, is_due
+
+_TOKENS_A_STEP = 131_072
+_TOKENS_A_REQUEST = 1_024
+"""What requests one step may take into the engine: their prompts' tokens, and as many for each
+request, which takes as long to check as so many tokens. That is 3 to 6 ms, a part of a decode step.
+Not seconds, since the ranks of a model-parallel group must take the same."""
 
 _released_bookkeep = DynamicInferenceEngine.async_bookkeep
 _released_handle_failed = DynamicInferenceEngine._handle_failed_request
@@ -33,7 +42,8 @@ def schedule_requests(self: Any) -> int:
     """Take what has arrived and handle it in order.
 
     All ranks of a model-parallel group must call it at the same step. A change of state that
-    must wait for the one before it holds back everything behind it.
+    must wait for the one before it holds back everything behind it. Requests beyond what a step may
+    take wait in a queue, and signals pass them, as they pass what waits in the engine.
 
     Returns:
         How many messages arrived.
@@ -41,33 +51,58 @@ def schedule_requests(self: Any) -> int:
     end: EngineEnd = self._prefix_routing
     drained = end.drain()
     for frames in drained:
-        try:
-            end.inbox.append(wire.decode_from_coordinator(frames))
-        except wire.WireError as error:
-            end.events.write(m.Log("message_refused", {"reason": str(error)}, warning=True))
+        _open(end, frames)
+    room = _take_queued(self, end, _TOKENS_A_STEP)
     while end.inbox:
         message = end.inbox[0]
         if isinstance(message, m.Control) and not is_due(self, message.signal):
             break
         end.inbox.popleft()
-        _handle(self, end, message)
+        if isinstance(message, m.EngineRequest):
+            _queue(self, end, message)
+            room = _take_queued(self, end, room)
+        else:
+            _handle(self, end, message)
     end.tell_events()
-    if end.drained and not end.held_back and (end.drop_due or not self.requests):
+    if end.drained and not end.queue and (end.drop_due or not self.requests):
         leave(self, end)
     return len(drained)
 
 
+def _open(end: EngineEnd, frames: list[bytes]) -> None:
+    """Put a message into the inbox; a ping only asks whether somebody reads, and is answered."""
+    try:
+        message = wire.decode_from_coordinator(frames)
+    except wire.WireError as error:
+        end.events.write(m.Log("message_refused", {"reason": str(error)}, warning=True))
+        return
+    if not isinstance(message, m.Ping):
+        end.inbox.append(message)
+    elif end.link is not None:
+        end.link.send(m.Pong(message.number))
+
+
+def _queue(engine: Any, end: EngineEnd, message: m.EngineRequest) -> None:
+    request_id = message.request_id
+    if request_id in engine.requests or request_id in end.queue:
+        _refuse(end, request_id, f"request {request_id} is already running")
+    else:
+        end.queue[request_id] = message
+
+
+def _take_queued(engine: Any, end: EngineEnd, room: int) -> int:
+    """Take requests in order while there is room; the last may be larger. Returns what is left."""
+    while end.queue and room > 0 and not end.drop_due:
+        message = end.queue.pop(next(iter(end.queue)))
+        room -= prompts.size(message.prompt) + _TOKENS_A_REQUEST
+        _take_request(engine, end, message)
+    return room
+
+
 def _handle(engine: Any, end: EngineEnd, message: m.FromCoordinator) -> None:
     match message:
-        case m.EngineRequest() if end.drop_due:
-            end.held_back.append(message)
-        case m.EngineRequest():
-            _take_request(engine, end, message)
         case m.Control():
             _take_signal(engine, end, message)
-        case m.Ping(number=number):
-            if end.link is not None:
-                end.link.send(m.Pong(number))
         case m.RegisterAgain():
             end.forsaken = True
             end.register_again(engine.state)
@@ -75,9 +110,7 @@ def _handle(engine: Any, end: EngineEnd, message: m.FromCoordinator) -> None:
             end.asked_again_at = None
             end.generation = message.generation
             end.reply_again(kept)
-            end.held_back = [r for r in end.held_back if r.request_id in kept]
-            if end.cache.found.keys().isdisjoint(kept):
-                drop_requests(engine, end)
+            drop_requests(engine, end, kept)
             end.forsaken = False
             end.cache.begin_epoch(engine, weight_epoch)
             end.cache.resync()
@@ -94,34 +127,50 @@ def _take_request(engine: Any, end: EngineEnd, message: m.EngineRequest) -> None
     """Add a request to the engine, or answer why it cannot be run."""
     request_id = message.request_id
     try:
-        if request_id in engine.requests:
-            raise admission.RequestRefused(f"request {request_id} is already running")
         sampling = wire.unpack(message.sampling)
         vocab_size = engine.controller.vocab_size
         backend = engine.context.config.sampling_backend
         params = admission.checked_sampling(sampling, vocab_size, backend)
         salt = admission.checked_salt(sampling.get(released.CACHE_SALT, 0))
         admission.check_log_probs(params, engine.materialize_only_last_token_logits)
-        prompt = wire.unpack(message.prompt)
-        tokens = prompt
-        if isinstance(prompt, str):
-            tokens = _tokenized(engine, prompt, params.add_BOS)
+        prompt = prompts.unpack(message.prompt)
+        words = prompt if isinstance(prompt, str) else None
+        tokens = prompt if words is None else _tokenized(engine, words, params.add_BOS)
         for word in params.stop_words or ():
             _tokenized(engine, word)  # the engine does it again, and an error there would end it
-        admission.checked_tokens(tokens, vocab_size)
+        tokens = admission.checked_tokens(tokens, vocab_size)
     except (wire.WireError, admission.RequestRefused) as error:
         _refuse(end, request_id, str(error))
         return
     if sampling.get(released.DETOKENIZE):
         end.wants_text.add(request_id)
-    engine.add_request(request_id, tokens, params)
-    request = engine.get_request(request_id)
+    request = _request(engine, request_id, tokens, params, words)
+    engine._add_request(request)
     if request.status is not Status.FAILED:  # else it is answered already
-        # Skipped tokens have no log probabilities, and those of generated ones would take their
-        # places.
         end.cache.take(request, salt, whole=admission.wants_prompt_log_probs(params))
-    if isinstance(prompt, str) and request_id in engine.requests:
-        engine.get_request(request_id).prompt = prompt
+
+
+def _request(
+    engine: Any, request_id: int, tokens: np.ndarray, params: SamplingParams, words: str | None
+) -> DynamicInferenceRequest:
+    """The engine's own request.
+
+    The released `add_request` makes a tensor on the GPU, which is copied back to be hashed, and
+    again, chunk by chunk, into the context's tables: these are in the memory of the host. Each such
+    copy would wait until the GPU has done all that it was given.
+    """
+    size = engine.context.block_size_tokens
+    # Skipped tokens have no log probabilities, and those of generated ones would take their places.
+    cached = engine.context.enable_prefix_caching and not admission.wants_prompt_log_probs(params)
+    return DynamicInferenceRequest(
+        request_id=request_id,
+        prompt=words,
+        prompt_tokens=torch.from_numpy(tokens),
+        sampling_params=params,
+        block_size_tokens=size,
+        enable_prefix_caching=cached,
+        precomputed_block_hashes=block_hashes(tokens, size) if cached else [],
+    )
 
 
 def _tokenized(engine: Any, words: str, add_bos: bool = False) -> list[int]:

@@ -27,6 +27,9 @@ _SILENT_SECONDS, _TOLD_SECONDS = 3.0, 60.0
 _FAILURES_TOLD = 20
 """Handshakes that fail in a row, about 10 a second, before it is said what may be wrong."""
 
+_DRAINED_BYTES = 16 << 20
+"""What is read of what has arrived at once, about 10 ms: a group's ranks copy it to each other."""
+
 _LINGER_MS = 500
 """How long the last messages, e.g. an answer and the good-bye, may take to leave this machine."""
 
@@ -103,13 +106,16 @@ class CoordinatorLink:
         )
 
     def drain(self) -> list[list[bytes]]:
-        """Take all messages that have arrived, each as its frames."""
-        messages = []
-        while True:
+        """Take messages that have arrived, each as its frames: all, or 16 MiB and the last one."""
+        messages: list[list[bytes]] = []
+        size = 0
+        while size < _DRAINED_BYTES:
             try:
                 messages.append(self.socket.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
-                return messages
+                break
+            size += sum(map(len, messages[-1]))
+        return messages
 
     def send(self, message: m.ToCoordinator) -> None:
         """Send a message."""

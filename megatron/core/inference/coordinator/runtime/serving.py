@@ -142,7 +142,8 @@ class Server:
             {asyncio.create_task(front_ends), engine.engine_loop_task}, timeout=seconds
         )
         if not engine.engine_loop_task.done():
-            count = _count(len(engine.requests), "request")
+            queued = len(engine._prefix_routing.queue)
+            count = _count(len(engine.requests) + queued, "request")
             setup.say(f"{count} not answered in time: the coordinator gives them to others")
 
     async def shutdown(self) -> None:
