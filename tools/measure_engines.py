@@ -28,8 +28,11 @@ async def answer(client: Any, prompt: list[int], length: int) -> list[int]:
     return list(reply["generated_tokens"])
 
 
-def engine_factory() -> Callable[[int, str, int], Any]:
-    """A function of (cache blocks, eviction, max_requests) that makes engines of one model."""
+def engine_factory() -> Callable[..., Any]:
+    """A function of (cache blocks, eviction, max_requests) that makes engines of one model.
+
+    It takes fields of `InferenceConfig` by name as well.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # megatron-core warns a dozen times of what only GPUs have, and tells of its defaults.
     warnings.simplefilter("ignore")
@@ -47,16 +50,17 @@ def engine_factory() -> Callable[[int, str, int], Any]:
         model.initialize(args)
         weights, tokenizer = model.build_model(args), model.build_tokenizer(args)
 
-    def make(blocks: int, eviction: str, max_requests: int) -> Any:
-        config = model.build_inference_config(
-            args,
-            weights,
-            block_size_tokens=BLOCK,
-            buffer_size_gb=(blocks + 1) * BLOCK * TOKEN_BYTES / 2**30,  # one is never used
-            max_requests=max_requests,
-            enable_prefix_caching=True,
-            prefix_caching_eviction_policy=PrefixCachingEvictionPolicy(eviction),
-        )
+    def make(blocks: int, eviction: str, max_requests: int, **fields: Any) -> Any:
+        usual = {
+            "block_size_tokens": BLOCK,
+            "max_requests": max_requests,
+            "enable_prefix_caching": True,
+            "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy(eviction),
+        }
+        fields = usual | fields
+        cache_tokens = (blocks + 1) * fields["block_size_tokens"]  # one block is never used
+        fields.setdefault("buffer_size_gb", cache_tokens * TOKEN_BYTES / 2**30)
+        config = model.build_inference_config(args, weights, **fields)
         return model.build_engine(weights, tokenizer, config)
 
     return make

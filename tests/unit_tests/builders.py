@@ -37,9 +37,10 @@ _FLEET = {field.name for field in fields(FleetSettings)}
 def make_settings(**values: Any) -> CoordinatorSettings:
     """Coordinator settings; fields of `RoutingSettings` and `FleetSettings` go there.
 
-    A rank that cannot be reached is lost at once, unless `return_wait` says otherwise.
+    A rank that cannot be reached is lost at once, and one that says nothing after the hung timeout,
+    its first answer or not, unless `return_wait` or `first_answer_timeout` say otherwise.
     """
-    values = {"return_wait": 0.0} | values
+    values = {"return_wait": 0.0, "first_answer_timeout": 0.0} | values
     routing = {name: value for name, value in values.items() if name in _ROUTING}
     fleet = {name: value for name, value in values.items() if name in _FLEET}
     rest = {name: value for name, value in values.items() if name not in _ROUTING | _FLEET}

@@ -101,6 +101,7 @@ class Campaign:
         owner: Name of the client whose pause it is; None while the fleet runs.
         alone: When the last connection of that name was gone; None while there is one.
         abandoned: Nobody is to wait for the end of the pause any more.
+        proven: Engines that have completed a request since they registered.
         told: How many messages there were.
         met: How often each kind of effect was seen, and what else is worth counting.
     """
@@ -120,6 +121,7 @@ class Campaign:
             replica_wait=rng.choice([0.0, 4.0, 30.0]),
             pause_wait=rng.choice([0.0, 8.0, 1000.0]),
             hung_timeout=rng.choice([10.0, 1000.0]),
+            first_answer_timeout=rng.choice([0.0, 30.0]),
             max_inflight_requests=rng.choice([6, 30, 100_000]),
             max_inflight_bytes=rng.choice([150, 1 << 30]),
             max_rank_requests=rng.choice([0, 0, 1, 4]),
@@ -136,6 +138,7 @@ class Campaign:
         self.heard = {}
         self.owner = self.alone = None
         self.abandoned = False
+        self.proven = set()
         self.names = {}
         self.stale = {}
         self.met = Counter()
@@ -202,6 +205,8 @@ class Campaign:
             if row is None or (row.peer, row.request_id) != (peer, told.request_id):
                 continue
             del self.rows[name]
+            if told.status == "COMPLETED":
+                self.proven.add(peer)
             if row.client is not None:
                 expected.append(m.Send(row.client, m.Reply(name, body_of(name))))
         return expected
@@ -232,7 +237,7 @@ class Campaign:
         peer = self.ranks.pop(log.fields["rank"])
         cause = log.fields["cause"]
         hung = cause.startswith("no sign of life")
-        assert not hung or self.clock - self.heard[peer] > self.limits.hung_timeout
+        assert not hung or self.clock - self.heard[peer] > self.patience(peer)
         assert not (hung and peer.startswith(b"mp"))  # released engines may be silent
         self.met["hung"] += hung
         self.met["left while draining"] += log.event == "rank_left" and peer in self.draining
@@ -285,6 +290,7 @@ class Campaign:
             case m.RegisterAck(rank=number):
                 self.ranks[number] = effect.peer
                 self.heard[effect.peer] = self.clock
+                self.proven.discard(effect.peer)
             case m.DrainAck() | m.Control(signal=Signal.STOP):
                 self.draining.add(effect.peer)
 
@@ -331,10 +337,15 @@ class Campaign:
         if ticked:
             self.check_deadlines(live)
 
+    def patience(self, peer):
+        limits = self.limits
+        first = 0.0 if peer in self.proven else limits.first_answer_timeout
+        return max(limits.hung_timeout, first)
+
     def check_deadlines(self, live):
         for rank in self.fleet.ranks.present:
             silence = 0 if rank.released else self.clock - self.heard[rank.peer]
-            assert silence <= self.limits.hung_timeout
+            assert rank.released or silence <= self.patience(rank.peer)
         if self.alone is not None:
             assert self.abandoned == (self.now - self.alone >= self.limits.pause_wait)
         if self.fleet.state is FleetState.SUSPENDED and self.limits.max_retries:

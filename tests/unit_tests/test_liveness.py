@@ -83,6 +83,59 @@ def test_a_rank_that_says_nothing_for_too_long_is_lost_and_its_requests_go_to_ot
     assert fleet.tell(b"1", replies(1)) == [m.Send(CLIENT, m.Reply("a", BODY))]
 
 
+def test_until_a_rank_has_completed_a_request_it_may_say_nothing_for_longer():
+    """Its first steps compile kernels and capture graphs. What it refuses shows nothing of it."""
+    fleet = Fleet(2, hung_timeout=10.0, first_answer_timeout=100.0)
+    fleet.submit("a", "b", "c", "d")
+    assert fleet.loads == [2, 2]
+    fleet.now = 4.0
+    fleet.tell(b"0", replies(0))
+    fleet.tell(b"1", m.EngineReply((m.Answer(1, "FAILED", 0, 0, BODY),)))
+    assert logs(fleet.tick(14.0)) == []
+    assert lost(0, "no sign of life for 10 s", 1) in fleet.tick(14.1)
+    assert logs(fleet.tick(104.0)) == []
+    assert lost(1, "no sign of life for 100 s", 2) in fleet.tick(104.1)
+
+
+def test_who_registers_again_has_to_complete_a_request_anew():
+    fleet = Fleet(1, hung_timeout=10.0, first_answer_timeout=100.0)
+    fleet.submit("a")
+    fleet.tell(b"0", replies(0))
+    assert "rank_lost" in logs(fleet.tick(10.1))
+    fleet.tell(b"0", make_register(0))
+    assert logs(fleet.tick(110.0)) == []
+    assert "rank_lost" in logs(fleet.tick(110.2))
+
+
+def test_a_rank_that_comes_back_over_another_connection_needs_not():
+    fleet = Fleet(1, hung_timeout=10.0, first_answer_timeout=100.0, return_wait=3.0)
+    fleet.submit("a", "b")
+    fleet.tell(b"0", replies(0))
+    fleet.tell(b"0", m.PeerLost())
+    again = make_register(0, generation=1, requests=[1])
+    fleet.tell(b"0 again", again)
+    assert logs(fleet.tick(10.0)) == []
+    assert "rank_lost" in logs(fleet.tick(10.1))
+
+
+def test_the_hung_timeout_counts_from_the_beginning_where_it_is_longer():
+    fleet = Fleet(1, hung_timeout=10.0, first_answer_timeout=5.0)
+    assert logs(fleet.tick(10.0)) == []
+    assert "rank_lost" in logs(fleet.tick(10.1))
+
+
+def test_of_ranks_with_different_patience_none_gets_what_another_had():
+    fleet = Fleet(2, hung_timeout=10.0, first_answer_timeout=12.0)
+    fleet.submit("a", "b", "c")
+    fleet.tell(b"0", replies(0))
+    effects = fleet.tick(50.0)
+    assert effects == [
+        lost(0, "no sign of life for 10 s", 1),
+        lost(1, "no sign of life for 10 s", 1),
+        none_left(waiting=2),
+    ]
+
+
 @pytest.mark.parametrize(
     "message",
     [m.Pong(1), replies(0), replies(99), m.EngineReply(()), m.KvEvents(0, 5, 9, b""), m.Drain()],

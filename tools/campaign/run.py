@@ -101,6 +101,7 @@ class Campaign:
             return ReleasedFleet(self._folder, self._children, options.replicas)
         flags = [
             f"--inference-coordinator-hung-timeout={options.hung_timeout:g}",
+            "--inference-coordinator-first-answer-timeout=0",  # replicas start in seconds
             f"--inference-coordinator-max-retries={options.retries}",
         ]
         return OurFleet(self._folder, self._children, options.replicas, options.engines, flags)

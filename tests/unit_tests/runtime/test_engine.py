@@ -5,6 +5,7 @@ All tests share this process, its model and its fork server.
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -183,6 +184,46 @@ def test_a_prompt_stays_in_the_host_s_memory_where_the_context_s_tables_are(
             return await answer_of(client, PROMPT)
 
     assert asyncio.run(run())["num_cached_tokens"] == 64
+
+
+def test_a_long_first_step_loses_no_rank_and_a_long_later_one_does(
+    patched, cpu_engine, monkeypatch, capfd
+):
+    """The step holds Python's lock for three hung timeouts, as a compiler may: heartbeats go on."""
+    from megatron.core.inference.coordinator.runtime import engine_start
+    from megatron.core.inference.coordinator.runtime.client import InferenceClient
+    from megatron.core.inference.coordinator.settings import FleetSettings
+
+    monkeypatch.setattr(engine_start, "fleet_settings", lambda: FleetSettings(hung_timeout=3))
+
+    async def run(long_steps: dict[int, int]) -> list[list[int]]:
+        engine = cpu_engine()
+        taken = added_each_step(engine)
+        step = engine.async_step
+
+        async def async_step():
+            ctypes.PyDLL(None).sleep(long_steps.pop(len(taken), 0))
+            return await step()
+
+        engine.async_step = async_step
+        async with coordinated(engine) as address, connected(InferenceClient(address)) as client:
+            replies = [await answer_of(client, PROMPT) for _ in range(2)]
+            for _ in range(100):  # a rank that was lost has to register again
+                await asyncio.sleep(0.02)
+        assert not long_steps
+        return [reply["generated_tokens"] for reply in replies]
+
+    first, again = asyncio.run(run({0: 9}))
+    assert first == again
+    said = capfd.readouterr().err
+    assert "rank_lost" not in said
+    assert "rank_away" not in said
+    assert "reply_dropped" not in said
+
+    assert asyncio.run(run({8: 6})) == [first, first]
+    said = capfd.readouterr().err
+    assert said.count("rank_lost rank=0 cause='no sign of life for 3 s' requests=1") == 1
+    assert "generation=2" in said
 
 
 WAITS_FOR_A_GPU = [

@@ -672,7 +672,7 @@ def test_an_engine_that_hung_comes_back_as_a_new_generation(tp):
         return await hanging[0].step(*finished)
 
     hanging[0].step = hang  # type: ignore[method-assign]
-    with running(fleet=FleetSettings(hung_timeout=3)) as live:
+    with running(fleet=FleetSettings(hung_timeout=3, first_answer_timeout=0)) as live:
         with started(hanging, coordinator_address=live.address):
             number = next(iter(live.loop.core.fleet.ranks)).number
 

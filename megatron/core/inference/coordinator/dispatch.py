@@ -71,6 +71,7 @@ class Dispatcher:
         record = self._ledger.finish(answer.request_id)
         in_window = self._router.compare(record, rank, answer)
         completed = answer.status == "COMPLETED"
+        rank.proven |= completed
         self._router.settle(record, now, completed=completed)
         if record.client is not None:
             effects.append(m.Send(record.client, m.Reply(record.client_request_id, answer.body)))

@@ -416,9 +416,11 @@ class Fleet:
         effects = self.dispatcher.expire(awake)
         gone = [r for r in self.ranks.present if r.away_until is not None and r.away_until <= awake]
         effects += self.lose_ranks(gone, now, BROKE)
-        limit = self._settings.fleet.hung_timeout
-        hung = [r for r in self.ranks.present if not r.released and clock - r.heard > limit]
-        effects += self.lose_ranks(hung, now, f"no sign of life for {limit:g} s")
+        patience = self._patience
+        ours = [rank for rank in self.ranks.present if not rank.released]
+        hung = [rank for rank in ours if clock - rank.heard > patience(rank)]
+        seconds = min(map(patience, hung), default=0.0)
+        effects += self.lose_ranks(hung, now, f"no sign of life for {seconds:g} s")
         effects += self.pause.look_after(self.state, now, awake)
         for rank in self.ranks.present:
             if rank.released:
@@ -427,6 +429,13 @@ class Fleet:
             if rank.events.asked and self.ranks.is_live(rank):
                 effects.append(m.Send(rank.peer, m.Resync()))
         return effects
+
+    def _patience(self, rank: Rank) -> float:
+        """Seconds that a rank may say nothing."""
+        limits = self._settings.fleet
+        if rank.proven:
+            return limits.hung_timeout
+        return max(limits.hung_timeout, limits.first_answer_timeout)
 
 
 def _back(rank: Rank, kept: int, lost: int) -> m.Log:

@@ -28,6 +28,7 @@ class Rank:
         retains: Whether it keeps cached blocks that no request uses.
         last_assigned: Sequence number of its latest assignment; -1 for never.
         heard: When it last said anything, on the fleet's clock.
+        proven: It has completed a request: what its first steps compile is compiled.
         draining: It gets no more requests, and leaves once it has answered those that it has.
         away_until: It cannot be reached; when it counts as lost, in seconds that the coordinator
             was awake. None while it can.
@@ -43,6 +44,7 @@ class Rank:
     retains: bool
     last_assigned: int = -1
     heard: float = 0.0
+    proven: bool = False
     draining: bool = False
     away_until: float | None = None
     events: EventStream = field(default_factory=EventStream)

@@ -153,10 +153,18 @@ class FleetSettings(Settings):
         default=120.0,
         metadata=about(
             "Seconds without a sign of life after which a replica counts as lost although its "
-            "connection stands. Longer than the longest step, e.g. a prefill or a graph capture; "
-            "it does not run while the fleet is paused or suspended.",
+            "connection stands. Longer than the longest step, e.g. a prefill; it does not run "
+            "while the fleet is paused or suspended.",
             reason="replicas are asked for a sign of life once a second",
             minimum=3.0,
+        ),
+    )
+    first_answer_timeout: float = field(
+        default=1800.0,
+        metadata=about(
+            "The same until a replica has completed a request: the first steps may compile kernels "
+            "and capture graphs, which takes minutes. The hung timeout counts where it is longer.",
+            minimum=0.0,
         ),
     )
     max_inflight_requests: int = field(

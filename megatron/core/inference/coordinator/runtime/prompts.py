@@ -78,7 +78,7 @@ def unpack(body: m.Body) -> Any:
 def size(body: m.Body) -> int:
     """How many tokens a packed prompt has; of a text, how many bytes. Does not unpack it."""
     count, _ = _read_header(body)
-    return count or len(body)
+    return min(count, len(body)) or len(body)
 
 
 def _header(count: int) -> bytes:
