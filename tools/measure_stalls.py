@@ -4,8 +4,8 @@ r"""Measure how long requests that decode stand still while a burst of long prom
 A real engine (the built-in model, on the CPU) decodes for as many requests as it has places. Then
 many long prompts come at once. None of them finds a place, so what they cost is the work of the
 host: reading, checking and hashing them. The columns are the longest gap between two steps in the
-burst, the median step before it, the host's work in all and in the step with most of it, and the
-seconds until the engine has all of them.
+burst, the median step before it, the host's work in all and in the step with most of it (processor
+time of the engine's thread), and the seconds until the engine has all of them.
 
     python tools/measure_stalls.py                       a minute or so
     python tools/measure_stalls.py --burst 100 --rounds 1
@@ -58,9 +58,9 @@ def measure(
         return result
 
     def timed_schedule() -> int:
-        began = time.perf_counter()
+        began = time.thread_time()
         count = schedule()
-        host.append((time.perf_counter() - began) * 1000)
+        host.append((time.thread_time() - began) * 1000)
         return count
 
     engine.async_step, engine.schedule_requests = timed_step, timed_schedule

@@ -1,6 +1,7 @@
 """megatron-core's engine on the CPU: the attention functions, and answers against a recompute."""
 
 import random
+import sys
 
 import pytest
 import torch
@@ -95,6 +96,37 @@ def test_kvcache_equals_the_definition(queries, heads, groups, causal):
 
     expected = [naive(q[row], *own, causal=causal) for row, own in enumerate(sequences)]
     torch.testing.assert_close(out, torch.stack([*expected, torch.zeros_like(q[3])]))
+
+
+def test_lengths_are_read_once_a_step_and_not_once_a_layer(cpu_engine, generate, monkeypatch):
+    """Where flash-attn is missing on a GPU, each read waits for all layers before."""
+    reads = []
+    read = torch.Tensor.tolist
+
+    def tolist(self):
+        if sys._getframe(1).f_code.co_filename == cpu_device.__file__:
+            reads.append(self.shape)
+        return read(self)
+
+    engine = cpu_engine()
+    generate(engine, [[65] * 40], 1)
+    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+    generate(engine, [[66] * 40, [67] * 50], 5)
+    assert len(reads) == 2 + 4  # queries and keys of the prefill, and keys of each step after it
+
+
+def test_lengths_that_were_written_to_are_read_anew():
+    lengths = torch.tensor([1, 2])
+    assert cpu_device._on_host("x", lengths) == [1, 2]
+    lengths += 1
+    assert cpu_device._on_host("x", lengths) == [2, 3]
+    with torch.inference_mode():
+        lengths += 1
+        assert cpu_device._on_host("x", lengths[:]) == [3, 4]
+        made_here = torch.tensor([5])
+        assert cpu_device._on_host("x", made_here) == [5]
+        made_here += 1
+        assert cpu_device._on_host("x", made_here) == [6]
 
 
 def test_a_softmax_with_a_sink_is_refused():

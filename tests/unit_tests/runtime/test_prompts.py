@@ -69,6 +69,7 @@ def test_what_is_no_list_of_ids_is_an_error_of_the_caller(tokens):
         prompts.as_array(tokens)
 
 
-def test_arrays_of_any_width_are_taken():
+def test_sequences_of_any_kind_are_taken():
+    assert prompts.as_array((1, 2)).tolist() == prompts.as_array(b"\x01\x02").tolist() == [1, 2]
     assert prompts.as_array(np.arange(3, dtype=np.int32)).dtype == np.int64
     assert prompts.as_array(np.array([])).tolist() == []

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -112,11 +113,11 @@ def flash_attn_varlen_func(
         NotImplementedError: The model's softmax has a sink, which needs the log-sum-exp.
     """
     _refuse_log_sum_exp(return_attn_probs)
-    starts = cu_seqlens_q.tolist()
-    kv_lengths = cu_seqlens_k.diff().tolist()
+    query_bounds = pairwise(_on_host("cu_seqlens_q", cu_seqlens_q))
+    key_bounds = pairwise(_on_host("cu_seqlens_k", cu_seqlens_k))
     out = torch.zeros_like(q)
-    for row, kv_length in enumerate(kv_lengths):
-        queries = slice(starts[row], starts[row + 1])
+    for row, (bounds, (begin, end)) in enumerate(zip(query_bounds, key_bounds, strict=True)):
+        queries, kv_length = slice(*bounds), end - begin
         if queries.start < queries.stop:
             keys = _gather(k, v, block_table[row], kv_length)
             out[queries] = _attend(q[queries], *keys, softmax_scale, causal, window_size)
@@ -159,11 +160,26 @@ def flash_attn_with_kvcache(
     """
     _refuse_log_sum_exp(return_softmax_lse)
     out = torch.zeros_like(q)
-    for row, kv_length in enumerate(cache_seqlens.tolist()):
+    for row, kv_length in enumerate(_on_host("cache_seqlens", cache_seqlens)):
         if kv_length:
             keys = _gather(k_cache, v_cache, block_table[row], kv_length)
             out[row] = _attend(q[row], *keys, softmax_scale, causal, window_size)
     return out
+
+
+_read_lengths: dict[str, tuple[Tensor, int, list[int]]] = {}
+"""What was read last, by the name of the argument: the tensor, its version and its values."""
+
+
+def _on_host(name: str, lengths: Tensor) -> list[int]:
+    """Read lengths once a step: all layers get the same tensor, and each read waits for the GPU."""
+    if lengths.is_inference():  # of these torch does not tell whether they were written to
+        return lengths.tolist()
+    tensor, version, values = _read_lengths.get(name, (None, 0, []))
+    if tensor is not lengths or version != lengths._version:
+        values = lengths.tolist()
+        _read_lengths[name] = lengths, lengths._version, values
+    return values
 
 
 def _gather(k: Tensor, v: Tensor, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:

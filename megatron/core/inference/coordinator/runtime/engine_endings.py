@@ -43,7 +43,8 @@ def drop_requests(engine: Any, end: EngineEnd, kept: Collection[int] = ()) -> No
         end: Its end of the wire.
         kept: Ids of requests that nobody else was given.
     """
-    end.queue = {number: end.queue[number] for number in end.queue if number in kept}
+    kept = frozenset(kept)
+    end.queue = {number: each for number, each in end.queue.items() if number in kept}
     if not engine.requests or not end.cache.found.keys().isdisjoint(kept):
         return
     if engine.state in (EngineState.SUSPENDING, EngineState.SUSPENDED):

@@ -29,10 +29,10 @@ from megatron.core.inference.coordinator.runtime.engine_endings import (
 from megatron.core.inference.coordinator.runtime.engine_signals import apply_signal, is_due
 
 _TOKENS_A_STEP = 131_072
-_TOKENS_A_REQUEST = 1_024
-"""What requests one step may take into the engine: their prompts' tokens, and as many for each
-request, which takes as long to check as so many tokens. That is 3 to 6 ms, a part of a decode step.
-Not seconds, since the ranks of a model-parallel group must take the same."""
+_TOKENS_A_REQUEST = 2_048
+"""How much one step may take into the engine: the tokens of prompts, and so many more a request
+for what it costs beside them. That is 3 to 6 ms, a part of a decode step, or 15 where ids are of
+mixed widths. Not seconds, since the ranks of a model-parallel group must take the same."""
 
 _released_bookkeep = DynamicInferenceEngine.async_bookkeep
 _released_handle_failed = DynamicInferenceEngine._handle_failed_request

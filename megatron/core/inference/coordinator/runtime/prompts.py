@@ -37,7 +37,9 @@ def as_array(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
                 f"{tokens.shape}"
             )
         return tokens.astype(np.int64, copy=False)
-    return np.frombuffer(array("q", tokens), np.int64)  # numpy would take floats, and cut them
+    # numpy would take floats, and cut them; an array takes bytes, as they lie in memory.
+    items = tokens if isinstance(tokens, list) else list(tokens)
+    return np.frombuffer(array("q", items), np.int64)
 
 
 def pack(tokens: np.ndarray) -> bytes:
