@@ -135,7 +135,7 @@ def test_help_of_the_fleet_tells_default_and_range(parser):
         "replica_wait": "answered with an error. Must be 0 or more. Default: 60.0.",
         "pause_wait": "client lets it run. Must be 0 or more. Default: 300.0.",
         "hung_timeout": "paused or suspended. Must be 3 or more. Default: 120.0.",
-        "first_answer_timeout": "where it is longer. Must be 0 or more. Default: 1800.0.",
+        "first_answer_timeout": "where it is longer. Must be 0 or more. Default: 600.0.",
         "max_inflight_requests": "others are there. Must be 1 or more. Default: 100000.",
         "max_inflight_bytes": "and parameters. Must be 1 or more. Default: 8589934592.",
         "max_frame_bytes": "its connection. Must be 65536 or more. Default: 268435456.",

@@ -47,7 +47,7 @@ def test_the_defaults_of_the_fleet():
         "replica_wait": 60.0,
         "pause_wait": 300.0,
         "hung_timeout": 120.0,
-        "first_answer_timeout": 1800.0,
+        "first_answer_timeout": 600.0,
         "max_inflight_requests": 100_000,
         "max_inflight_bytes": 8 * 2**30,
         "max_frame_bytes": 256 * 2**20,

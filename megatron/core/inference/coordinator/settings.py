@@ -160,7 +160,7 @@ class FleetSettings(Settings):
         ),
     )
     first_answer_timeout: float = field(
-        default=1800.0,
+        default=600.0,
         metadata=about(
             "The same until a replica has completed a request: the first steps may compile kernels "
             "and capture graphs, which takes minutes. The hung timeout counts where it is longer.",

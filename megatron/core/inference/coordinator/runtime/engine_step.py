@@ -63,6 +63,7 @@ def schedule_requests(self: Any) -> int:
             room = _take_queued(self, end, room)
         else:
             _handle(self, end, message)
+    _take_queued(self, end, room)  # those that a suspended engine could not take
     end.tell_events()
     if end.drained and not end.queue and (end.drop_due or not self.requests):
         leave(self, end)
