@@ -1,4 +1,4 @@
-"""tools/measure_prediction.py at a small size: real engines whose cache is much too small."""
+"""prediction.py at a small size: real engines whose cache is much too small."""
 
 import json
 import os
@@ -16,7 +16,7 @@ def run(folder, *flags: str) -> tuple[str, dict]:
     """What the tool prints, and its figures by (variant, share)."""
     done = subprocess.run(
         [
-            *(sys.executable, ROOT / "tools" / "measure_prediction.py", *SMALL, *flags),
+            *(sys.executable, ROOT / "tests" / "end_to_end" / "prediction.py", *SMALL, *flags),
             f"--json={folder / 'figures.json'}",
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -6,8 +6,8 @@ multi-turn sessions that share a system prompt are held, several requests in fli
 room in the cache for a share of all that the sessions fill. For each reply the coordinator compares
 the prefill that it predicted with what the engine really skipped.
 
-    python tools/measure_prediction.py                       all cases: 5 to 8 minutes
-    python tools/measure_prediction.py --only events/lru:10
+    python tests/end_to_end/prediction.py                       all cases: 5 to 8 minutes
+    python tests/end_to_end/prediction.py --only events/lru:10
 
 Columns: wrong, mean and worst are of replies outside the window (errors in tokens of prefill); a
 reply is in the window when its prompt's cached blocks changed between its routing and its
@@ -26,6 +26,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from measure_engines import BLOCK, answer, engine_factory, served, tracking
 
