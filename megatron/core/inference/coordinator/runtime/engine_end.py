@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -66,7 +66,7 @@ class EngineEnd:
         self.leader: GroupLeader | None = None
         self.member: GroupMember | None = None
         self.inbox: deque[m.FromCoordinator] = deque()
-        self.queue: dict[int, m.EngineRequest] = {}
+        self.queue: OrderedDict[int, m.EngineRequest] = OrderedDict()
         self.wants_text: set[int] = set()
         self.process: CoordinatorProcess | None = None
         self.registration: m.Register | None = None

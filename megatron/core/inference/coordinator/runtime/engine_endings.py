@@ -44,7 +44,8 @@ def drop_requests(engine: Any, end: EngineEnd, kept: Collection[int] = ()) -> No
         kept: Ids of requests that nobody else was given.
     """
     kept = frozenset(kept)
-    end.queue = {number: each for number, each in end.queue.items() if number in kept}
+    for request_id in end.queue.keys() - kept:
+        del end.queue[request_id]
     if not engine.requests or not end.cache.found.keys().isdisjoint(kept):
         return
     if engine.state in (EngineState.SUSPENDING, EngineState.SUSPENDED):

@@ -2,8 +2,8 @@
 
 These functions take the place of the released engine's methods (`patching.py`). The released
 engine takes all requests of a drain before any control signal, mixes transport with its stepping,
-and asserts on input that it cannot run. Here one drain is handled strictly in order, and what
-cannot be run is answered with an error.
+and asserts on input that it cannot run. Here one drain is handled in order, a step takes no more
+requests than it has time for, and what cannot be run is answered with an error.
 """
 
 from collections.abc import Iterator
@@ -94,7 +94,7 @@ def _queue(engine: Any, end: EngineEnd, message: m.EngineRequest) -> None:
 def _take_queued(engine: Any, end: EngineEnd, room: int) -> int:
     """Take requests in order while there is room; the last may be larger. Returns what is left."""
     while end.queue and room > 0 and not end.drop_due:
-        message = end.queue.pop(next(iter(end.queue)))
+        _, message = end.queue.popitem(last=False)
         room -= prompts.size(message.prompt) + _TOKENS_A_REQUEST
         _take_request(engine, end, message)
     return room
