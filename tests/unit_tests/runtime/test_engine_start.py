@@ -622,7 +622,7 @@ def test_who_joins_a_paused_fleet_is_paused_and_serves_once_the_fleet_goes_on(tp
             assert not future.done()
             client.unpause_engines()
             assert (await asyncio.wait_for(future, SECONDS))["status"] == "COMPLETED"
-            assert all(e.state is EngineState.RUNNING for e in engines)
+            await until(lambda: all(e.state is EngineState.RUNNING for e in engines))
         client.stop()
 
     with running() as live:

@@ -543,7 +543,9 @@ class Engine:
 
     async def start_listening_to_data_parallel_coordinator(self, port: Any, **options: Any) -> str:
         self.started = port, options
-        self._prefix_routing = SimpleNamespace(ending=False, process=self._process, host="10.1.1.1")
+        self._prefix_routing = SimpleNamespace(
+            ending=False, process=self._process, host="10.1.1.1", queue={}
+        )
         self.engine_loop_task = asyncio.create_task(self._run())
         return COORDINATOR
 
@@ -998,7 +1000,8 @@ def test_engine_and_front_ends_answer_what_they_have_before_anything_ends(life):
 
 def test_what_is_not_answered_in_time_is_told_and_left_to_others(life, capsys):
     def leave(life: Life) -> None:
-        life.engine.requests = {1: "request", 2: "request"}
+        life.engine.requests = {1: "request"}
+        life.engine._prefix_routing.queue = {2: "request that the engine has not taken yet"}
         life.stop()
 
     rank = life(JOIN, f"{DRAIN}=0.2")
