@@ -4,7 +4,7 @@ READY := .venv/.ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve rollouts test bench replay claims campaign lint format wheel-test clean
+.PHONY: help setup serve rollouts test bench replay claims campaign lint format wheel-test gpu-pack clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ format: $(READY)  ## format the code and mend what ruff can
 
 wheel-test: $(READY)  ## build the wheel, install it beside megatron-core, uninstall it again
 	@tools/wheel_test.sh
+
+gpu-pack: $(READY)  ## wheels for tests/gpu on a machine without network (ARGS: its Python, e.g. 3.12)
+	@tests/gpu/pack.sh $(ARGS)
 
 clean:  ## remove what set-up and builds made
 	rm -rf .venv .bootstrap build dist *.egg-info

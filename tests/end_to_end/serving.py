@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,11 +65,22 @@ class Served:
 
 
 @contextmanager
-def serve(folder: Path, *flags: str, replicas: int = 2) -> Iterator[Served]:
-    """Start a server and wait until it serves; whatever is left of it is killed at the end."""
+def serve(
+    folder: Path, *flags: str, replicas: int = 2, starter: Sequence[Any] = ()
+) -> Iterator[Served]:
+    """Start a server and wait until it serves; whatever is left of it is killed at the end.
+
+    Args:
+        folder: Where its log and files go.
+        flags: Flags of the server.
+        replicas: Its processes.
+        starter: A script that runs the server, and what is to come before the server's flags;
+            else tools/serve.py does.
+    """
     url_file = folder / "urls.json"
+    default = ROOT / "tools" / "serve.py", f"--replicas={replicas}"
     command = [
-        *(sys.executable, str(ROOT / "tools" / "serve.py"), f"--replicas={replicas}"),
+        *(sys.executable, *map(str, starter or default)),
         *("--port=0", f"--url-file={url_file}"),
         f"--coordinator-schedule-output={folder / 'schedule.json'}",
         *flags,

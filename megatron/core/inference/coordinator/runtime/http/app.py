@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Generator
 from typing import Any
 
 from megatron.core.inference.text_generation_server.dynamic_text_gen_server import endpoints
@@ -113,9 +114,23 @@ class BoundedBody(Body):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._pieces = bytearray()
+        self._whole: bytes | None = None
+
+    def __await__(self) -> Generator[Any, None, bytes]:
+        # Where the pieces are kept, and who adds them, is another thing in each version of quart.
+        if self._must_raise is None:
+            yield from self._complete.wait().__await__()
+        if self._must_raise is not None:
+            raise self._must_raise
+        assert self._whole is not None
+        return self._whole
 
     async def put(self, data: bytes) -> None:
-        """Takes the next piece, unless the body has become too large."""
+        """Takes the next piece from quart 0.23."""
+        self.append(data)
+
+    def append(self, data: bytes) -> None:
+        """Takes the next piece, from quart 0.22 on Python 3.12; no more once it is too large."""
         limit = self._max_content_length
         if limit is not None and len(self._pieces) + len(data) > limit:
             self._must_raise = RequestEntityTooLarge()
@@ -128,9 +143,13 @@ class BoundedBody(Body):
     def set_complete(self) -> None:
         """Ends the body, so that who waits for it gets it."""
         if not self._complete.is_set():
-            self._queue.put_nowait(bytes(self._pieces))
+            self._whole = bytes(self._pieces)
             self._pieces = bytearray()
             super().set_complete()
+
+    def clear(self) -> None:
+        """Lets go of what has been read."""
+        self._whole = b""
 
 
 class PlannedRequest(Request):
