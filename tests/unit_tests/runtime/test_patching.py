@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from importlib import import_module
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -144,6 +145,27 @@ def test_no_module_of_megatron_keeps_a_released_object_under_another_name():
         if any(value is each for each in released)
     ]
     assert kept == []
+
+
+def test_modules_that_imported_a_name_before_get_ours(monkeypatch):
+    """As megatron.rl does at the top of a script, which parses arguments and patches later."""
+    script = ModuleType("a_script")
+    source = f"""
+from {INFERENCE}.inference_client import InferenceClient
+from {INFERENCE}.inference_client import InferenceClient as Released
+from {SERVER} import start_text_gen_server
+"""
+    exec(source, vars(script))
+    monkeypatch.setitem(sys.modules, script.__name__, script)
+    client, start = script.InferenceClient, script.start_text_gen_server
+    coordinator.patch()
+    assert script.InferenceClient is current()[f"{INFERENCE}.inference_client", "InferenceClient"]
+    assert script.start_text_gen_server is current()[SERVER, "start_text_gen_server"]
+    assert all(ours(current()))
+    assert script.Released is client
+    coordinator.unpatch()
+    assert (script.InferenceClient, script.start_text_gen_server) == (client, start)
+    assert not any(ours(current()))
 
 
 def test_patching_twice_is_as_patching_once():

@@ -1,8 +1,10 @@
 """Putting the plugin in the place of megatron-core's released coordinator."""
 
 import logging
+import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
 from typing import Any
 
 from megatron.core.inference.coordinator.settings import RoutingSettings
@@ -49,8 +51,9 @@ def patch(settings: RoutingSettings | None = None) -> None:
     """Swap the released coordinator, client, engine methods and HTTP server for ours.
 
     Call it in every process that runs an engine or a client, before they are made. Entry points
-    that know nothing of this plugin, such as `MegatronAsyncLLM`, then use it unchanged. Calling
-    it again only replaces the settings.
+    that know nothing of this plugin, such as `MegatronAsyncLLM`, then use it unchanged. Modules
+    that have imported a released name already get ours as well, unless they gave it another name
+    (`import ... as`). Calling it again only replaces the settings.
 
     Args:
         settings: How to route. None takes Megatron's parsed arguments where there are any, else
@@ -68,8 +71,9 @@ def patch(settings: RoutingSettings | None = None) -> None:
     if not _replaced:
         # All are found before the first is replaced: a missing one leaves everything as it was.
         found = [
-            (import_module(owner) if isinstance(owner, str) else owner, name, ours)
+            (holder, name, ours)
             for owner, name, ours in _replacements()
+            for holder in _holders(owner, name)
         ]
         _replaced.extend([(owner, name, getattr(owner, name)) for owner, name, _ in found])
         for owner, name, ours in found:
@@ -87,6 +91,21 @@ def unpatch() -> None:
     while _replaced:
         owner, name, original = _replaced.pop()
         setattr(owner, name, original)
+
+
+def _holders(owner: Any, name: str) -> list[Any]:
+    """The owner, and the modules that imported the name from there.
+
+    Scripts import Megatron's modules, e.g. `megatron.rl`, before they parse arguments. A released
+    client that such a module holds would wait forever for a coordinator that asks for keys.
+    """
+    if not isinstance(owner, str):
+        return [owner]
+    module = import_module(owner)
+    original = getattr(module, name)
+    loaded = [each for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
+    others = [each for each in loaded if vars(each).get(name) is original and each is not module]
+    return [module, *others]
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:
