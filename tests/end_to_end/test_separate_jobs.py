@@ -96,6 +96,9 @@ async def until(condition: Callable[[], bool], seconds: float = 30) -> float:
     return time.monotonic() - began
 
 
+_AT_ONCE = 4
+
+
 def under_load(
     fleet: Fleet, act: Callable[[], None], begun: Callable[[], bool] = lambda: True
 ) -> None:
@@ -118,9 +121,8 @@ def under_load(
             deadline = time.monotonic() + ANSWER_SECONDS
             while not begun():
                 assert time.monotonic() < deadline, "it did not begin"
-                latest = asked[-len(PROMPTS) :]
-                if any(future.done() for future in latest):
-                    asked += submit()
+                while sum(not future.done() for future in asked) < _AT_ONCE * len(PROMPTS):
+                    asked += submit()  # so many that all replicas have some, however fast they are
                 await asyncio.sleep(0.02)
             return await answers(asked)
 
@@ -177,6 +179,9 @@ def ranks_of(fleet: Fleet, prompt_tokens: int) -> set[int]:
     schedule = json.loads((fleet.coordinator.folder / "schedule.json").read_text())
     return {r["rank_index"] for r in schedule["records"] if r["prompt_tokens"] == prompt_tokens}
 
+
+_LONG_ANSWER = 200
+"""Tokens that take an engine longer than a moment, also on a fast machine."""
 
 JOINED, JOINED_PAUSED, RETURNED, UNHUNG = 67, 71, 73, 79
 """Lengths of prompts by which the coordinator's schedule tells who answered them."""
@@ -260,27 +265,31 @@ def hung(process: psutil.Process) -> Iterator[None]:
 def test_a_job_that_stands_still_is_served_by_others_and_comes_back(
     fleet, stand_still, cause, length
 ):
+    def lost_since(before: int) -> list[dict[str, str]]:
+        return fleet.coordinator.said("rank_lost")[before:]
+
     async def run() -> None:
         async with client_of(fleet.coordinator) as client:
             lost = fleet.count("rank_lost")
             running = [ask(client, prompt, ANSWER_TOKENS) for prompt in PROMPTS]
-            everywhere = new_requests(client, length + 1, ANSWER_TOKENS)
+            everywhere = new_requests(client, length + 1, _LONG_ANSWER)
             await asyncio.sleep(0.15)
             with stand_still(fleet.jobs["c"].worker):
                 assert await answers(running) == fleet.answers
                 await answers(everywhere)
-                assert fleet.coordinator.said("rank_lost")[lost]["cause"] == cause
+                ours = [each["rank"] for each in lost_since(lost) if each["cause"] == cause]
                 registered = fleet.count("ranks_registered")
             await until(lambda: fleet.count("ranks_registered") == registered + 1)
             await answers(new_requests(client, length))
-            assert fleet.count("rank_lost") == lost + 1
+            # On a busy machine another one may be away for a while.
+            assert sum(each["rank"] == ours[0] for each in lost_since(lost)) == 1
 
     asyncio.run(run())
     assert "requests_dropped" in fleet.jobs["c"].log
 
 
 def test_at_the_end_the_coordinator_has_counted_what_happened(fleet):
-    lost = {entry["rank"]: int(entry["requests"]) for entry in fleet.coordinator.said("rank_lost")}
+    lost = fleet.coordinator.said("rank_lost")
     counts = fleet.coordinator.stop()
     assert counts["rank_left"] == counts["rank_draining"] == 1
     assert counts.get("message_refused", 0) == 0
@@ -291,6 +300,6 @@ def test_at_the_end_the_coordinator_has_counted_what_happened(fleet):
     # Who registers first gets the lower number: a, b and c in any order, then d, then e.
     assert 3 in ranks_of(fleet, JOINED)
     assert 4 in ranks_of(fleet, JOINED_PAUSED)
-    (c,) = {int(rank) for rank, _ in list(lost.items())[1:]}
-    assert c in ranks_of(fleet, RETURNED)
-    assert c in ranks_of(fleet, UNHUNG)
+    back = {int(entry["rank"]) for entry in lost[1:]}  # the first one was killed
+    assert back & ranks_of(fleet, RETURNED)
+    assert back & ranks_of(fleet, UNHUNG)
